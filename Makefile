@@ -1,0 +1,33 @@
+PY ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow test-gpu lint clean
+
+$(VENV)/.stamp: pyproject.toml
+	$(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.stamp
+	$(BIN)/python tools/demo.py
+
+test: $(VENV)/.stamp
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.stamp
+	$(BIN)/python -m pytest -m slow
+
+# With the Python whose torch has CUDA: make test-gpu BIN=/path/to/bin
+test-gpu:
+	PYTHONPATH=. $(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache

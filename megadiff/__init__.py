@@ -1,0 +1,3 @@
+"""Distributed pretraining of Differential Transformers."""
+
+__version__ = "0.1.0"
