@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, so that runs are repeatable and ranks do not fight for cores."""
+"""Shared by all tests: one thread a process, so that runs repeat and ranks share the cores."""
 
 import os
 

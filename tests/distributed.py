@@ -4,8 +4,8 @@
         ...
     results = run_distributed(4, job, x)     # what each rank returned, by rank
 
-Workers are forked from a server that has imported everything heavy once, so a call takes a fraction of
-a second. An exception on any rank fails the test with that rank's traceback.
+Workers are forked from a server that has imported everything heavy once, so a call takes a fraction
+of a second. An exception on any rank fails the test with that rank's traceback.
 """
 
 import multiprocessing as mp

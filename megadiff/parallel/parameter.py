@@ -1,8 +1,8 @@
 """What a parameter is, said once when it is made.
 
-A local tensor may hold several global ones (a fused projection holds q, k, v and lambda) and may hold
-only a part of each. A `Section` describes one of them; the record of a parameter lists its sections.
-Initialisation, gradient norm, optimizer groups, checkpoint offsets and export all read this record.
+A local tensor may hold several global ones (a fused projection holds q, k, v and lambda) and may
+hold only a part of each. A `Section` describes one of them; the record of a parameter lists its
+sections. Initialisation, gradient norm, optimizer groups, checkpoints and export all read it.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 Group = Literal["matrix", "embedding", "vector", "lambda"]
-"""Optimizer group. `matrix` and `embedding` decay; `vector` (norms, biases) and `lambda` (the lambda
-vectors of DIFF V1) do not. Only `matrix` sections may go to a matrix optimizer such as Muon."""
+"""Optimizer group. `matrix` and `embedding` decay; `vector` (norms, biases) and `lambda` (the
+lambda vectors of DIFF V1) do not. Only `matrix` sections may go to a matrix optimizer (Muon)."""
 
 _BLOCK = 1 << 16  # elements drawn per generator seed: about one seeding per 0.3 ms of drawing
 
@@ -112,9 +112,9 @@ def as_copy(record: ParameterRecord) -> ParameterRecord:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill every parameter of `module`; each value depends on `seed`, its global name and index only.
+    """Fill every parameter of `module`; a value depends on `seed`, its global name and index only.
 
-    Every split of the model therefore starts from the same weights. Meta parameters are left alone.
+    Every split of the model starts from the same weights. Meta parameters are left alone.
     """
     for parameter in module.parameters():
         if parameter.is_meta:

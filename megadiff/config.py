@@ -1,0 +1,529 @@
+"""The configuration of a run: dataclasses, read from YAML and flags, validated once.
+
+Every field is a flag, under Megatron-LM's name where it has one (`num_layers` is `--num-layers`),
+and a key of its section in a YAML file; a flag wins over the file. Nothing here imports torch.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A configuration that can not run; the message says what to change."""
+
+
+def _option(default: Any, text: str, *, aliases: dict[str, Any] | None = None) -> Any:
+    """A field with its help text. `aliases` are further flags that set it to a constant."""
+    metadata = {"help": text, "aliases": aliases or {}}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+TokenMixer = Literal["standard", "diff_v1", "diff_v2"]
+MIXER_SYMBOLS: dict[str, TokenMixer] = {"*": "standard", "1": "diff_v1", "2": "diff_v2"}
+
+
+@dataclass
+class ModelConfig:
+    """Model"""
+
+    num_layers: int = _option(12, "number of blocks")
+    hidden_size: int = _option(768, "width of the residual stream")
+    num_attention_heads: int = _option(
+        12, "output heads; a differential head is one output head with two query heads"
+    )
+    num_query_groups: int | None = _option(
+        None, "key/value groups, each shared by heads / groups output heads; all heads by default"
+    )
+    kv_channels: int | None = _option(
+        None, "width of a query head; hidden / heads by default, half of it for diff_v1"
+    )
+    ffn_hidden_size: int | None = _option(
+        None, "width of the MLP; 4 x hidden by default, 8/3 x hidden rounded up to 64 with SwiGLU"
+    )
+    token_mixer: TokenMixer = _option("diff_v2", "token mixer of every layer")
+    hybrid_layer_pattern: str | None = _option(
+        None, "one symbol a layer, repeated to all: * standard, 1 diff_v1, 2 diff_v2"
+    )
+    swiglu: bool = _option(True, "gated MLP with SiLU instead of GELU")
+    mlp_bias: bool = _option(False, "biases in the MLP", aliases={"--disable-bias-linear": False})
+    normalization: Literal["RMSNorm", "LayerNorm"] = _option("RMSNorm", "norm of the blocks")
+    norm_epsilon: float = _option(1e-5, "epsilon of all norms")
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = _option(
+        "rope", "how positions enter the model"
+    )
+    rotary_base: float = _option(10000.0, "base of the rotary frequencies")
+    rotary_interleaved: bool = _option(
+        True, "rotate pairs (2i, 2i + 1), as published for DIFF, instead of the two halves"
+    )
+    max_position_embeddings: int | None = _option(
+        None, "length of the learned positions; the sequence length by default"
+    )
+    untie_embeddings_and_output_weights: bool = _option(False, "output matrix of its own")
+    vocab_size: int | None = _option(None, "vocabulary; the tokenizer's by default")
+    make_vocab_size_divisible_by: int = _option(
+        128, "the vocabulary is padded in memory to a multiple of this times the tensor size"
+    )
+    init_method_std: float = _option(0.02, "standard deviation of initial weights")
+    diff_lambda_init: float | None = _option(
+        None, "diff_v1: constant lambda_init; 0.8 - 0.6 exp(-0.3 layer) by default, layer from 0"
+    )
+    diff_lambda_std: float = _option(0.1, "diff_v1: standard deviation of the lambda vectors")
+    diff_lambda_per_head: bool = _option(False, "diff_v1: lambda vectors of its own for each head")
+    diff_head_norm: Literal["weight", "no_weight", "none"] = _option(
+        "weight", "diff_v1: per-head RMSNorm with a weight, without one, or no norm"
+    )
+    diff_value_width: Literal["2d", "d"] = _option(
+        "2d", "diff_v1: width of a value head in units of the query head's width d"
+    )
+    attention_dropout: float = _option(0.0, "accepted at 0 for Megatron's scripts; not offered")
+    hidden_dropout: float = _option(0.0, "accepted at 0 for Megatron's scripts; not offered")
+
+    def mixer_of_layer(self, layer: int) -> TokenMixer:
+        """The token mixer of a global 0-based layer."""
+        if self.hybrid_layer_pattern is None:
+            return self.token_mixer
+        pattern = self.hybrid_layer_pattern
+        return MIXER_SYMBOLS[pattern[layer % len(pattern)]]
+
+    def head_width(self, mixer: TokenMixer) -> int:
+        """Width d of a query head. DIFF V1 has half as many heads, and its pairs are 2d wide."""
+        if self.kv_channels is not None:
+            return self.kv_channels
+        return self.hidden_size // (self.num_attention_heads * (2 if mixer == "diff_v1" else 1))
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:
+            return math.ceil(self.hidden_size * 8 / 3 / 64) * 64
+        return 4 * self.hidden_size
+
+
+@dataclass
+class ParallelConfig:
+    """Parallelism"""
+
+    tensor_model_parallel_size: int = _option(1, "ranks that share every layer")
+    sequence_parallel: bool = _option(
+        False, "shard the norms' activations along the sequence over the tensor-parallel ranks"
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = _option(
+        None, "nccl on GPUs and gloo on CPUs by default"
+    )
+    distributed_timeout_minutes: float = _option(
+        10.0, "a collective that waits longer ends the run"
+    )
+
+
+@dataclass
+class TrainingConfig:
+    """Training"""
+
+    seq_length: int = _option(1024, "tokens in a sequence")
+    micro_batch_size: int = _option(1, "sequences in one forward pass of one data-parallel rank")
+    global_batch_size: int | None = _option(
+        None, "sequences in one step; micro-batch x data-parallel size by default"
+    )
+    train_iters: int | None = _option(None, "steps to train")
+    seed: int = _option(1234, "seed of the weights and of the sample order")
+    bf16: bool = _option(False, "parameters in bfloat16, with float32 main weights")
+    fp16: bool = _option(False, "parameters in float16, with float32 main weights and loss scaling")
+    fp64: bool = _option(False, "everything in float64, to compare splits exactly")
+    device: Literal["cpu", "cuda"] | None = _option(None, "cuda where there is one by default")
+    deterministic_mode: bool = _option(False, "bitwise repeatable kernels on GPUs")
+    eval_interval: int | None = _option(1000, "steps between evaluations; 0 only at the end")
+    eval_iters: int = _option(100, "global batches in one evaluation; 0 for none")
+    exit_interval: int | None = _option(None, "save and exit at steps divisible by this")
+    exit_duration_in_mins: float | None = _option(None, "save and exit after this many minutes")
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the parameters' type."""
+        if self.bf16:
+            return "bfloat16"
+        if self.fp16:
+            return "float16"
+        return "float64" if self.fp64 else "float32"
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimizer and schedule"""
+
+    lr: float = _option(3e-4, "peak learning rate")
+    min_lr: float = _option(0.0, "learning rate at the end of the decay")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = _option(
+        "cosine", "shape of the decay"
+    )
+    lr_decay_iters: int | None = _option(None, "steps to decay over; all by default")
+    lr_warmup_iters: int = _option(0, "steps of linear warmup")
+    weight_decay: float = _option(0.1, "decoupled weight decay of matrices and embeddings")
+    clip_grad: float = _option(1.0, "largest global gradient norm; 0 does not clip")
+    adam_beta1: float = _option(0.9, "decay of the first moment")
+    adam_beta2: float = _option(0.95, "decay of the second moment")
+    adam_eps: float = _option(1e-8, "added to the root of the second moment")
+
+
+@dataclass
+class DataConfig:
+    """Data"""
+
+    data_path: list[str] = _option([], "prefixes of .bin/.idx files, or weight prefix pairs")
+    train_data_path: list[str] = _option([], "as --data-path, for training alone")
+    valid_data_path: list[str] = _option([], "as --data-path, for validation alone")
+    test_data_path: list[str] = _option([], "as --data-path, for the test at the end alone")
+    split: str = _option("969,30,1", "shares of --data-path for training, validation and test")
+    data_cache_path: str | None = _option(None, "folder of the sample indices")
+    tokenizer_type: str = _option("SentencePieceTokenizer", "kind of tokenizer")
+    tokenizer_model: str | None = _option(None, "file of the tokenizer")
+    vocab_file: str | None = _option(None, "vocabulary of a GPT-2 tokenizer")
+    merge_file: str | None = _option(None, "merges of a GPT-2 tokenizer")
+    reset_position_ids: bool = _option(False, "positions start anew in every document")
+    reset_attention_mask: bool = _option(False, "documents do not attend to each other")
+    eod_mask_loss: bool = _option(False, "no loss where the input is an end of document")
+    num_workers: int = _option(2, "processes that read samples ahead; 0 reads in the loop")
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints"""
+
+    save: str | None = _option(None, "folder to save checkpoints in")
+    save_interval: int | None = _option(None, "steps between saves; only at the end by default")
+    load: str | None = _option(None, "folder to resume from")
+    ckpt_step: int | None = _option(None, "step to load; the newest by default")
+    finetune: bool = _option(False, "load weights only and start at step 0")
+    exit_on_missing_checkpoint: bool = _option(
+        False, "refuse to start from random weights when --load has no checkpoint"
+    )
+
+
+@dataclass
+class LoggingConfig:
+    """Logging"""
+
+    log_interval: int = _option(10, "steps between log lines")
+    log_dir: str | None = _option(None, "folder of log.txt, metrics.jsonl and config.yaml")
+    tensorboard_dir: str | None = _option(None, "folder of TensorBoard events")
+    wandb_project: str | None = _option(None, "Weights & Biases project to log to")
+    wandb_exp_name: str | None = _option(None, "name of the run at Weights & Biases")
+
+
+@dataclass
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def sections(config: Config) -> dict[str, Any]:
+    """The section dataclasses of `config` by name."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def load_config(argv: list[str]) -> Config:
+    """The configuration of the command line `argv`: defaults, then `--config` files, then flags.
+
+    Raises ConfigError for unknown keys, values of a wrong type and unreadable files. `--help`
+    prints the flags and exits.
+    """
+    parser = _parser()
+    flags, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [o for action in parser._actions for o in action.option_strings]
+        flag = next((u for u in unknown if u.startswith("-")), unknown[0])
+        raise ConfigError(f"unknown flag {flag}{_nearest(flag.split('=')[0], known)}")
+    config = Config()
+    for path in flags.config or []:
+        update_config(config, read_yaml(path), source=path)
+    for name, section in sections(config).items():
+        for f in dataclasses.fields(section):
+            value = getattr(flags, f"{name}.{f.name}", None)
+            if value is not None:
+                setattr(section, f.name, value)
+    return config
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: expected sections such as `model:`, found {type(values).__name__}"
+        )
+    return values
+
+
+def update_config(config: Config, values: dict[str, Any], source: str) -> None:
+    """Set the fields named in nested `values`; `source` names their origin in error messages."""
+    known = sections(config)
+    for name, entries in values.items():
+        if name not in known:
+            raise ConfigError(f"{source}: unknown section {name!r}{_nearest(str(name), known)}")
+        hints = get_type_hints(type(known[name]))
+        for key, value in (entries or {}).items():
+            key = str(key).replace("-", "_")
+            if key not in hints:
+                raise ConfigError(f"{source}: unknown key {name}.{key}{_nearest(key, hints)}")
+            setattr(known[name], key, _convert(value, hints[key], f"{source}: {name}.{key}"))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, as `update_config` takes them."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `--config` reads back."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        usage="%(prog)s [--config FILE] [flags]",
+        description="Pretrain a Differential Transformer.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=100),
+    )
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="YAML file; may be repeated"
+    )
+    for name, section in sections(Config()).items():
+        group = parser.add_argument_group(type(section).__doc__ or name)
+        hints = get_type_hints(type(section))
+        for f in dataclasses.fields(section):
+            _add_flag(group, f"{name}.{f.name}", f, hints[f.name])
+    return parser
+
+
+def _add_flag(group: Any, dest: str, f: dataclasses.Field, hint: Any) -> None:
+    default = f.default if f.default is not dataclasses.MISSING else None
+    text = f.metadata["help"] + ("" if default is None else f" [{default}]")
+    flag = "--" + f.name.replace("_", "-")
+    hint = _without_none(hint)
+    if hint is bool:
+        group.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, help=text)
+    elif get_origin(hint) is list:
+        group.add_argument(
+            flag, dest=dest, nargs="+", metavar=f.name.split("_")[-1].upper(), help=text
+        )
+    elif get_origin(hint) is Literal:
+        group.add_argument(flag, dest=dest, choices=get_args(hint), help=text)
+    else:
+        metavar = {int: "N", float: "X"}.get(hint, f.name.split("_")[-1].upper())
+        group.add_argument(flag, dest=dest, type=hint, metavar=metavar, help=text)
+    for alias, constant in f.metadata["aliases"].items():
+        group.add_argument(
+            alias, dest=dest, action="store_const", const=constant, help=f"{f.name} {constant}"
+        )
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or get_origin(hint) is typing.Union:
+        return next(h for h in get_args(hint) if h is not type(None))
+    return hint
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` from YAML as `hint` says. YAML reads 1e-4 as text, so text is parsed for numbers."""
+    optional = hint is not _without_none(hint)
+    hint = _without_none(hint)
+    if value is None and optional:
+        return None
+    if get_origin(hint) is Literal:
+        if value in get_args(hint):
+            return value
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, get_args(hint)))}")
+    if get_origin(hint) is list:
+        if isinstance(value, list):
+            return [str(v) for v in value]
+        raise ConfigError(f"{where}: expected a list, found {value!r}")
+    if hint is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if hint is float or number == int(number):
+                return hint(value) if isinstance(value, int) else hint(number)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise ConfigError(f"{where}: expected {hint.__name__}, found {value!r}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+# ------------------------------------------------------------------------------ validation
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Refuse contradictions, with the numbers; fill `global_batch_size`. Starts no process group.
+
+    Raises ConfigError.
+    """
+    _validate_model(config.model, config.training.seq_length)
+    _validate_split(config, world_size)
+    _validate_training(config, world_size)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_positive(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(
+            value is None or value > 0, f"--{name.replace('_', '-')} is {value}, must be positive"
+        )
+
+
+def _validate_model(m: ModelConfig, seq_length: int) -> None:
+    _require_positive(
+        m, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "ffn_hidden_size", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
+        "norm_epsilon", "rotary_base",
+    )  # fmt: skip
+    _require(
+        m.attention_dropout == 0 and m.hidden_dropout == 0,
+        f"dropout is not offered: --attention-dropout is {m.attention_dropout} and "
+        f"--hidden-dropout {m.hidden_dropout}; both must be 0",
+    )
+    _require(
+        m.num_attention_heads % m.query_groups == 0,
+        f"--num-attention-heads {m.num_attention_heads} is not a multiple of "
+        f"--num-query-groups {m.query_groups}",
+    )
+    pattern = m.hybrid_layer_pattern
+    if pattern is not None:
+        strange = set(pattern) - set(MIXER_SYMBOLS)
+        _require(
+            bool(pattern) and not strange,
+            f"--hybrid-layer-pattern {pattern!r} may only hold {' '.join(MIXER_SYMBOLS)}",
+        )
+        _require(
+            m.num_layers % len(pattern) == 0,
+            f"--hybrid-layer-pattern has {len(pattern)} symbols, which do not divide "
+            f"--num-layers {m.num_layers}",
+        )
+    for mixer in {m.mixer_of_layer(layer) for layer in range(m.num_layers)}:
+        heads = m.num_attention_heads * (2 if mixer == "diff_v1" else 1)
+        _require(
+            m.kv_channels is not None or m.hidden_size % heads == 0,
+            f"--hidden-size {m.hidden_size} is not a multiple of the {heads} query widths of "
+            f"{mixer} with --num-attention-heads {m.num_attention_heads}; set --kv-channels",
+        )
+        _require(
+            m.position_embedding_type != "rope" or m.head_width(mixer) % 2 == 0,
+            f"rotary positions need an even head width, and {mixer} has {m.head_width(mixer)}",
+        )
+    if m.position_embedding_type == "learned_absolute":
+        positions = m.max_position_embeddings or seq_length
+        _require(
+            seq_length <= positions,
+            f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}",
+        )
+
+
+def _validate_split(config: Config, world_size: int) -> None:
+    m, p = config.model, config.parallel
+    _require_positive(p, "tensor_model_parallel_size", "distributed_timeout_minutes")
+    tp = p.tensor_model_parallel_size
+    _require(
+        world_size % tp == 0,
+        f"the world size {world_size} is not a multiple of --tensor-model-parallel-size {tp}",
+    )
+    _require(
+        m.num_attention_heads % tp == 0,
+        f"--num-attention-heads {m.num_attention_heads} is not a multiple of "
+        f"--tensor-model-parallel-size {tp}",
+    )
+    groups = m.query_groups
+    _require(
+        groups % tp == 0 or tp % groups == 0,
+        f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the "
+        "other",
+    )
+    _require(
+        m.ffn_size % tp == 0,
+        f"the MLP's width {m.ffn_size} is not a multiple of --tensor-model-parallel-size {tp}",
+    )
+    _require(
+        not p.sequence_parallel or config.training.seq_length % tp == 0,
+        f"--seq-length {config.training.seq_length} is not a multiple of "
+        f"--tensor-model-parallel-size {tp}, as --sequence-parallel needs",
+    )
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """The number of data-parallel replicas."""
+    return world_size // config.parallel.tensor_model_parallel_size
+
+
+def _validate_training(config: Config, world_size: int) -> None:
+    t, o = config.training, config.optimizer
+    _require_positive(t, "seq_length", "micro_batch_size", "global_batch_size", "train_iters")
+    _require(t.bf16 + t.fp16 + t.fp64 <= 1, "give at most one of --bf16, --fp16 and --fp64")
+    dp = data_parallel_size(config, world_size)
+    if t.global_batch_size is None:
+        t.global_batch_size = t.micro_batch_size * dp
+    _require(
+        t.global_batch_size % (t.micro_batch_size * dp) == 0,
+        f"--global-batch-size {t.global_batch_size} is not a multiple of --micro-batch-size "
+        f"{t.micro_batch_size} x data-parallel size {dp} = {t.micro_batch_size * dp}",
+    )
+    _require(t.train_iters is not None, "--train-iters is missing: how many steps to train")
+    _require(0 <= o.min_lr <= o.lr, f"--min-lr {o.min_lr} must lie between 0 and --lr {o.lr}")
+    decay = o.lr_decay_iters or t.train_iters or 0
+    _require(
+        0 <= o.lr_warmup_iters <= decay,
+        f"--lr-warmup-iters {o.lr_warmup_iters} is longer than the schedule of {decay} steps",
+    )
+    _require_positive(config.checkpoint, "save_interval")
+    _require_positive(config.logging, "log_interval")
+    _require(
+        config.checkpoint.save_interval is None or config.checkpoint.save is not None,
+        "--save-interval is given without --save: where should checkpoints go?",
+    )

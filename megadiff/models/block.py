@@ -1,0 +1,35 @@
+"""One block of the decoder: a token mixer and an MLP, each behind a norm and beside a residual."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megadiff.config import ModelConfig, TokenMixer
+from megadiff.models.attention import DiffAttentionV1, DiffAttentionV2, StandardAttention
+from megadiff.models.geometry import Geometry, KeyValueCache
+from megadiff.models.mlp import MLP
+from megadiff.models.norm import Norm
+from megadiff.parallel.mesh import ParallelMesh
+
+MIXERS: dict[TokenMixer, type[nn.Module]] = {
+    "standard": StandardAttention,
+    "diff_v1": DiffAttentionV1,
+    "diff_v2": DiffAttentionV2,
+}
+
+
+class Block(nn.Module):
+    """Pre-norm block; `layer` is the global 0-based index, which chooses mixer and lambda_init."""
+
+    def __init__(self, config: ModelConfig, layer: int, mesh: ParallelMesh, **factory: Any) -> None:
+        super().__init__()
+        name = f"layers.{layer}"
+        mixer = MIXERS[config.mixer_of_layer(layer)]
+        self.mixer_norm = Norm(config, mesh, f"{name}.mixer_norm", **factory)
+        self.mixer = mixer(config, layer, mesh, f"{name}.mixer", **factory)
+        self.mlp_norm = Norm(config, mesh, f"{name}.mlp_norm", **factory)
+        self.mlp = MLP(config, mesh, f"{name}.mlp", **factory)
+
+    def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), geometry, cache)
+        return x + self.mlp(self.mlp_norm(x))

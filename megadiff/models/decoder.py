@@ -1,0 +1,143 @@
+"""The decoder: embedding, blocks, final norm and output; whole, or one pipeline stage of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megadiff.config import ModelConfig
+from megadiff.kernels import rotary_cos_sin
+from megadiff.models.block import Block
+from megadiff.models.geometry import Geometry, KeyValueCache
+from megadiff.models.norm import Norm
+from megadiff.parallel.collectives import copy_to_group, gather_sequence
+from megadiff.parallel.embedding import (
+    PositionEmbedding,
+    vocab_parallel_embedding,
+    vocab_parallel_weight,
+)
+from megadiff.parallel.loss import vocab_parallel_cross_entropy
+from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.parameter import Init
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the decoder that a rank holds: global layers, and the two ends."""
+
+    layers: Sequence[int]
+    first: bool = True
+    last: bool = True
+
+
+class Decoder(nn.Module):
+    """Decoder-only language model; parameters are made on `device` and not initialised."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh | None = None,
+        stage: Stage | None = None,
+        *,
+        max_positions: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("the vocabulary's size is not set")
+        mesh = mesh or ParallelMesh()
+        stage = stage or Stage(range(config.num_layers))
+        self.config, self.mesh, self.stage = config, mesh, stage
+        self.vocab_size: int = config.vocab_size
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        tied = not config.untie_embeddings_and_output_weights
+        init = Init(config.init_method_std)
+
+        def vocab_matrix(name: str) -> nn.Parameter:
+            return vocab_parallel_weight(
+                name,
+                self.vocab_size,
+                config.hidden_size,
+                mesh,
+                divisible_by=config.make_vocab_size_divisible_by,
+                init=init,
+                tie="embedding" if tied else None,
+                **factory,
+            )
+
+        self.embedding = self.output = self.position_embedding = self.final_norm = None
+        if stage.first:
+            self.embedding = vocab_matrix("embedding.weight")
+            if config.position_embedding_type == "learned_absolute":
+                positions = config.max_position_embeddings or max_positions
+                self.position_embedding = PositionEmbedding(
+                    positions, config.hidden_size, mesh, "position_embedding", init=init, **factory
+                )
+        blocks = {str(layer): Block(config, layer, mesh, **factory) for layer in stage.layers}
+        self.layers = nn.ModuleDict(blocks)
+        if stage.last:
+            self.final_norm = Norm(config, mesh, "final_norm", **factory)
+            if not tied:
+                self.output = vocab_matrix("output.weight")
+            else:
+                self.output = self.embedding if stage.first else vocab_matrix("embedding.weight")
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """Run this stage.
+
+        `x` is `[b, s]` token ids on the first stage, else the previous stage's output. `positions`
+        `[b, s]`; `cu_seqlens` as in `Geometry`. Returns the hidden state, or on the last stage the
+        loss of every token `[b, s]` in at least float32 when `labels` are given, else the logits
+        `[b, s, vocab / tp]` of this rank's columns.
+        """
+        geometry = self._geometry(positions, cu_seqlens)
+        if self.embedding is not None:
+            x = vocab_parallel_embedding(x, self.embedding, self.mesh)
+            if self.position_embedding is not None:
+                x = self.position_embedding(x, positions)
+        for index, block in enumerate(self.layers.values()):
+            x = block(x, geometry, cache[index] if cache is not None else None)
+        if self.final_norm is None or self.output is None:
+            return x
+        x = self.final_norm(x)
+        if self.mesh.sequence_parallel:
+            x = gather_sequence(x, self.mesh.tp)
+        else:
+            x = copy_to_group(x, self.mesh.tp)
+        logits = x @ self.output.T
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.mesh.tp)
+
+    def new_cache(self, max_length: int) -> list[KeyValueCache]:
+        """One empty cache for each layer of this stage."""
+        return [block.mixer.new_cache(max_length) for block in self.layers.values()]
+
+    def mean_lambdas(self) -> dict[int, Tensor]:
+        """Mean lambda of each differential layer of this stage in its last forward pass.
+
+        A mean over this rank's heads (and for DIFF V2 over its tokens).
+        """
+        return {
+            int(layer): block.mixer.mean_lambda
+            for layer, block in self.layers.items()
+            if hasattr(block.mixer, "mean_lambda")
+        }
+
+    def _geometry(self, positions: Tensor, cu_seqlens: Tensor | None) -> Geometry:
+        rotary = {}
+        if self.config.position_embedding_type == "rope":
+            mixers = {self.config.mixer_of_layer(layer) for layer in self.stage.layers}
+            for width in {self.config.head_width(mixer) for mixer in mixers}:
+                rotary[width] = rotary_cos_sin(positions, width, self.config.rotary_base)
+        return Geometry(positions, cu_seqlens, rotary)

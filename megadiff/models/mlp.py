@@ -1,0 +1,40 @@
+"""The MLP of a block: SwiGLU with gate and up in one product, or GELU."""
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadiff.config import ModelConfig
+from megadiff.kernels import swiglu
+from megadiff.parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
+from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.parameter import Init
+
+
+class MLP(nn.Module):
+    """`[b, s, hidden]` to the same, through `ffn_size` features sharded over tensor ranks."""
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, name: str, **factory: Any) -> None:
+        super().__init__()
+        hidden, ffn, bias = config.hidden_size, config.ffn_size, config.mlp_bias
+        init = Init(config.init_method_std)
+        names = ("gate", "up") if config.swiglu else ("up",)
+        outputs = [Output(n, ffn, ffn, init) for n in names]
+        self.gated = config.swiglu
+        self.up = ColumnParallelLinear(hidden, outputs, mesh, name, bias=bias, **factory)
+        self.down = RowParallelLinear(
+            ffn,
+            hidden,
+            ffn,
+            mesh,
+            f"{name}.down",
+            init=Init(config.init_method_std / math.sqrt(2 * config.num_layers)),
+            bias=bias,
+            **factory,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return self.down(swiglu(x) if self.gated else F.gelu(x))

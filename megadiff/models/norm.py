@@ -1,0 +1,47 @@
+"""The norms of the blocks, on whole sequences or on their shards."""
+
+import torch
+from torch import Tensor, nn
+
+from megadiff.config import ModelConfig
+from megadiff.kernels import layer_norm, rms_norm
+from megadiff.parallel.collectives import sum_gradients
+from megadiff.parallel.linear import replicated
+from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.parameter import Init, make_parameter
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dim, computed in at least float32.
+
+    The weight itself is at least float32 too: it is small, and small updates would be lost below.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.epsilon, self.mesh = config.norm_epsilon, mesh
+        self.layer_norm = config.normalization == "LayerNorm"
+        wide = torch.promote_types(dtype, torch.float32)
+        shape = (config.hidden_size,)
+        section = replicated(f"{name}.weight", shape, "vector", Init(mean=1.0), mesh.tp)
+        self.weight = make_parameter(shape, [section], dtype=wide, device=device)
+        self.bias = None
+        if self.layer_norm:
+            section = replicated(f"{name}.bias", shape, "vector", Init(), mesh.tp)
+            self.bias = make_parameter(shape, [section], dtype=wide, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        if self.mesh.sequence_parallel:  # each rank sees only its part of the sequence
+            parameters = sum_gradients(self.mesh.tp, *parameters)
+        if self.layer_norm:
+            return layer_norm(x, *parameters, self.epsilon)
+        return rms_norm(x, parameters[0], self.epsilon)

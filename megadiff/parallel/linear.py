@@ -1,0 +1,211 @@
+"""Linear layers whose weights are sharded over the tensor-parallel ranks (arXiv 1909.08053)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadiff.parallel import collectives
+from megadiff.parallel.mesh import Axis, ParallelMesh
+from megadiff.parallel.parameter import Group, Init, Section, make_parameter
+
+
+@dataclass(frozen=True)
+class Output:
+    """One of the projections that a fused column-parallel layer computes in one product.
+
+    `parts` is the number of indivisible units (heads, key/value groups) among its `features`; the
+    tensor-parallel size divides it, or is a multiple of it, and then each part has several copies.
+    """
+
+    name: str
+    features: int
+    parts: int
+    init: Init
+    group: Group = "matrix"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's range of a sharded dim."""
+
+    offset: int
+    length: int
+    copies: int = 1
+    copy_index: int = 0
+
+
+def shard(features: int, parts: int, axis: Axis) -> Shard:
+    """This rank's range of `features`, which consist of `parts` equal indivisible units."""
+    if parts % axis.size == 0:
+        length = features // axis.size
+        return Shard(axis.rank * length, length)
+    if axis.size % parts:
+        raise ValueError(f"{parts} parts can not be split over {axis.size} tensor-parallel ranks")
+    copies = axis.size // parts
+    length = features // parts
+    return Shard(axis.rank // copies * length, length, copies, axis.rank % copies)
+
+
+class ColumnParallelLinear(nn.Module):
+    """`[b, s, in]` to this rank's `[b, s, sum of local features]` of several fused projections.
+
+    Under sequence parallelism the input is this rank's part of the sequence, gathered once for all
+    projections. The weight is section-major, so `split` gives true views of the output. `pad_to`
+    rounds the local width up (with rows that stay zero), which keeps the output's rows aligned.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Sequence[Output],
+        mesh: ParallelMesh,
+        name: str,
+        *,
+        bias: bool = False,
+        pad_to: int = 1,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.tp, self.copies = mesh.tp, mesh.tp_copies
+        self.sequence_parallel = mesh.sequence_parallel
+        shards = [shard(o.features, o.parts, mesh.tp) for o in outputs]
+        self.widths = [s.length for s in shards]
+        width = sum(self.widths)
+        self.padding = -width % pad_to
+        weights, biases, start = [], [], 0
+        for o, s in zip(outputs, shards, strict=True):
+            place = (start, s.length, s.offset)
+            copies = (s.copies, s.copy_index)
+            section = f"{name}.{o.name}" if o.name else name
+            shape = (o.features, in_features)
+            weights.append(Section(f"{section}.weight", shape, *place, o.group, o.init, *copies))
+            biases.append(Section(f"{section}.bias", shape[:1], *place, "vector", Init(), *copies))
+            start += s.length
+        copied = [s for s in weights if s.copies > 1]
+        self.copied = (copied[0].start, sum(s.length for s in copied)) if copied else None
+        rows, factory = width + self.padding, {"dtype": dtype, "device": device}
+        self.weight = make_parameter((rows, in_features), weights, **factory)
+        self.bias = make_parameter((rows,), biases, **factory) if bias else None
+        if copied and bias:
+            raise ValueError(f"{name}: a bias on copied key/value groups is not supported")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.copied is not None:
+            weight = _SumRowGradients.apply(weight, *self.copied, self.copies)
+        return _ColumnProduct.apply(x, weight, self.bias, self.tp, self.sequence_parallel)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The projections, as views of the fused output `y`."""
+        return y.split([*self.widths, self.padding], dim=-1)[: len(self.widths)]
+
+
+class RowParallelLinear(nn.Module):
+    """This rank's `[b, s, in / tp]` to `[b, s, out]`, summed over ranks.
+
+    Under sequence parallelism the sum is scattered: the output is this rank's part of the sequence.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        parts: int,
+        mesh: ParallelMesh,
+        name: str,
+        *,
+        init: Init,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = mesh.tp, mesh.sequence_parallel
+        s = shard(in_features, parts, mesh.tp)
+        shape = (out_features, in_features)
+        section = Section(f"{name}.weight", shape, 0, s.length, s.offset, "matrix", init)
+        factory = {"dtype": dtype, "device": device}
+        self.weight = make_parameter((out_features, s.length), [section], dim=1, **factory)
+        self.bias = None
+        if bias:
+            section = replicated(f"{name}.bias", (out_features,), "vector", Init(), mesh.tp)
+            self.bias = make_parameter((out_features,), [section], **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = collectives.scatter_sequence(y, self.tp)
+        else:
+            y = collectives.reduce_from_group(y, self.tp)
+        if self.bias is None:
+            return y
+        bias = self.bias
+        if self.sequence_parallel:
+            (bias,) = collectives.sum_gradients(self.tp, bias)
+        return y + bias
+
+
+def replicated(name: str, shape: Sequence[int], group: Group, init: Init, tp: Axis) -> Section:
+    """The section of a parameter that every tensor-parallel rank holds whole."""
+    return Section(name, tuple(shape), 0, shape[0], 0, group, init, tp.size, tp.rank)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """y = x W^T + b with the input's gradient communicated while the weight's is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        if sequence_parallel:
+            x = collectives.PendingGather(x, tp).wait()
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tp: Axis = ctx.tp
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        gather = None
+        if ctx.sequence_parallel and need_weight:
+            gather = collectives.PendingGather(x, tp)
+        grad_x = grad @ weight if need_x else None
+        scatter = reduction = None
+        if grad_x is not None and ctx.sequence_parallel:
+            scatter = collectives.PendingReduceScatter(grad_x, tp)
+        elif grad_x is not None and tp.size > 1:
+            grad_x = grad_x.contiguous()
+            reduction = dist.all_reduce(grad_x, group=tp.group, async_op=True)
+        grad_weight = None
+        if need_weight:
+            whole = x if gather is None else gather.wait()
+            grad_weight = grad.flatten(0, -2).mT @ whole.flatten(0, -2)
+        grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
+        if scatter is not None:
+            grad_x = scatter.wait()
+        if reduction is not None:
+            reduction.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _SumRowGradients(torch.autograd.Function):
+    """Identity; backward sums rows `[start, start + length)` of the gradient over the copies."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, start: int, length: int, copies: Axis) -> Tensor:
+        ctx.rows, ctx.copies = (start, length), copies
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad.narrow(0, *ctx.rows), group=ctx.copies.group)
+        return grad, None, None, None

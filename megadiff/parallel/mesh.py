@@ -1,0 +1,122 @@
+"""The process groups of a run, made in one place.
+
+Ranks are numbered with tensor parallelism innermost (its messages are the most frequent, so it
+stays inside a node), then context, data and pipeline parallelism:
+rank = ((pp * DP + dp) * CP + cp) * TP + tp.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh as this rank sees it; `group` is None where `size` is 1."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """This rank's place in the run. The default is a single process."""
+
+    tp: Axis = field(default_factory=Axis)
+    cp: Axis = field(default_factory=Axis)
+    dp: Axis = field(default_factory=Axis)
+    pp: Axis = field(default_factory=Axis)
+    dp_cp: Axis = field(default_factory=Axis)  # ranks that hold the same parameters
+    model: Axis = field(default_factory=Axis)  # pp x tp: ranks that together hold one model
+    tp_copies: Axis = field(default_factory=Axis)  # tp ranks that hold copies of one KV group
+    rank: int = 0
+    world_size: int = 1
+    sequence_parallel: bool = False
+    device_mesh: DeviceMesh | None = None  # axes pp, dp, cp, tp, for torch's own parallel parts
+
+
+def build_mesh(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    kv_copies: int = 1,
+    sequence_parallel: bool = False,
+    timeout: timedelta = timedelta(minutes=10),
+    device_type: str = "cpu",
+) -> ParallelMesh:
+    """Make all groups of the default process group's world; every rank calls it once.
+
+    `kv_copies` is the number of neighbouring tensor-parallel ranks that share a key/value group (1
+    unless there are more tensor-parallel ranks than groups). Raises ValueError when the world size
+    is not a multiple of `tensor * pipeline * context`.
+    """
+    if not dist.is_initialized():
+        if tensor * pipeline * context != 1:
+            raise ValueError(
+                f"tensor {tensor} x pipeline {pipeline} x context {context} parallelism needs "
+                f"{tensor * pipeline * context} processes, and this is a single one"
+            )
+        return ParallelMesh()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % (tensor * pipeline * context):
+        raise ValueError(
+            f"world size {world} is not a multiple of tensor {tensor} x pipeline {pipeline} x "
+            f"context {context} = {tensor * pipeline * context}"
+        )
+    grid = np.arange(world).reshape(pipeline, -1, context, tensor)
+
+    def axis(dims: Sequence[int], ranks: np.ndarray = grid) -> Axis:
+        return _axis(ranks, dims, rank, timeout)
+
+    pp, dp, cp, tp = (axis([dim]) for dim in range(4))
+    groups = [a.group or _singleton(world, rank, timeout) for a in (pp, dp, cp, tp)]
+    return ParallelMesh(
+        tp=tp,
+        cp=cp,
+        dp=dp,
+        pp=pp,
+        dp_cp=axis([1, 2]),
+        model=axis([0, 3]),
+        tp_copies=axis([1], grid.reshape(-1, kv_copies)),
+        rank=rank,
+        world_size=world,
+        sequence_parallel=sequence_parallel and tensor > 1,
+        device_mesh=DeviceMesh.from_group(
+            groups,
+            device_type,
+            mesh=torch.from_numpy(grid),
+            mesh_dim_names=("pp", "dp", "cp", "tp"),
+        ),
+    )
+
+
+def _axis(ranks: np.ndarray, dims: Sequence[int], rank: int, timeout: timedelta) -> Axis:
+    """The group of all ranks whose coordinates differ from this rank's only along `dims`."""
+    others = [d for d in range(ranks.ndim) if d not in dims]
+    size = int(np.prod([ranks.shape[d] for d in dims]))
+    if size == 1:
+        return Axis()
+    found = Axis()
+    for index in itertools.product(*(range(ranks.shape[d]) for d in others)):
+        selection: list[int | slice] = [slice(None)] * ranks.ndim
+        for dim, position in zip(others, index, strict=True):
+            selection[dim] = position
+        members = ranks[tuple(selection)].reshape(-1).tolist()
+        group = dist.new_group(members, timeout=timeout)  # every rank makes every group
+        if rank in members:
+            found = Axis(group, members.index(rank), size)  # type: ignore[arg-type]
+    return found
+
+
+def _singleton(world: int, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of this rank alone, which DeviceMesh wants for an axis of size 1."""
+    groups = [dist.new_group([r], timeout=timeout) for r in range(world)]
+    return groups[rank]  # type: ignore[return-value]
