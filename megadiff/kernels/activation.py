@@ -1,0 +1,14 @@
+"""SwiGLU (arXiv 2002.05202)."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadiff.kernels.reference import wide
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; gate_up `[..., 2 F]` = [gate | up] -> `[..., F]`, computed in at least
+    float32."""
+    gate, up = gate_up.chunk(2, -1)
+    dtype = wide(gate_up.dtype)
+    return (F.silu(gate.to(dtype)) * up.to(dtype)).to(gate_up.dtype)

@@ -1,0 +1,117 @@
+"""Cross entropy over a slice of the vocabulary: partial results, and the gradient from the whole.
+
+With the vocabulary split, every rank forms (max, sum, target) over its columns; the caller combines
+them, `M = max over ranks of max`, `S = sum over ranks of sum * exp(max - M)`, `T = sum over ranks
+of target`, and the loss of a row is `log S + M - T`. Rows are processed in chunks, so that no
+float32 copy of all logits exists.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megadiff.kernels.reference import wide
+
+CHUNK = 1 << 22  # logits widened at a time: 16 MiB in float32
+
+
+def _chunks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(columns, 1))
+    return (slice(begin, begin + step) for begin in range(0, rows, step))
+
+
+def _local(labels: Tensor, vocab_start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Labels as column numbers of this slice (0 where elsewhere), and whether they are in it."""
+    local = labels - vocab_start
+    inside = (local >= 0) & (local < columns)
+    return torch.where(inside, local, 0), inside
+
+
+def cross_entropy_partials(
+    logits: Tensor, labels: Tensor, vocab_start: int = 0, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(row maximum, sum of exp(logit - maximum), logit of the label or 0 where it is elsewhere).
+
+    logits: `[..., columns]`, of which column c is word `vocab_start + c`; words from `vocab_size`
+    on are padding and count for nothing. labels: `[...]` integers; a label outside the slice
+    (another rank's, or an ignore index such as -100) gives target 0. Each result is `[...]` in at
+    least float32; a slice of padding alone gives (-inf, 0, 0). No autograd: `cross_entropy_grad` is
+    the backward.
+    """
+    columns = logits.shape[-1]
+    real = columns if vocab_size is None else max(0, min(columns, vocab_size - vocab_start))
+    dtype = wide(logits.dtype)
+    flat, flat_labels = logits.detach().reshape(-1, columns), labels.reshape(-1)
+    maximum = flat.new_full(flat_labels.shape, -torch.inf, dtype=dtype)
+    total = torch.zeros_like(maximum)
+    target = torch.zeros_like(maximum)
+    if real:
+        for rows in _chunks(flat.shape[0], columns):
+            x = flat[rows, :real].to(dtype)
+            maximum[rows] = x.amax(-1)
+            column, inside = _local(flat_labels[rows], vocab_start, real)
+            target[rows] = torch.where(inside, x.gather(-1, column[:, None])[:, 0], 0)
+            total[rows] = (x - maximum[rows, None]).exp_().sum(-1)
+    return maximum.view(labels.shape), total.view(labels.shape), target.view(labels.shape)
+
+
+def cross_entropy_grad(
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    grad_output: Tensor,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    *,
+    inplace: bool = False,
+) -> Tensor:
+    """(softmax - one-hot) * grad_output, in logits' dtype; `maximum` and `total` are the combined
+    ones.
+
+    Shapes as in `cross_entropy_partials`; grad_output: `[...]`. A row with grad_output 0 gets
+    exactly 0, padding columns too. inplace: write over `logits`, which saves their memory.
+    """
+    columns = logits.shape[-1]
+    real = columns if vocab_size is None else max(0, min(columns, vocab_size - vocab_start))
+    dtype = wide(logits.dtype)
+    flat = logits.detach().reshape(-1, columns)
+    grad = flat if inplace else torch.empty_like(flat)
+    row_max, row_sum, row_grad, row_label = (
+        x.reshape(-1) for x in (maximum, total, grad_output.to(dtype), labels)
+    )
+    grad[:, real:] = 0
+    for rows in _chunks(flat.shape[0], columns):
+        p = (flat[rows, :real].to(dtype) - row_max[rows, None]).exp_()
+        p.mul_((row_grad[rows] / row_sum[rows])[:, None])
+        column, inside = _local(row_label[rows], vocab_start, real)
+        if real:
+            one_hot = torch.where(inside, row_grad[rows], 0)
+            p.scatter_add_(-1, column[:, None], -one_hot[:, None])
+        grad[rows, :real] = p.to(logits.dtype)
+    return grad.view(logits.shape)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
+        maximum, total, target = cross_entropy_partials(logits, labels, 0, vocab_size)
+        ctx.save_for_backward(logits, labels, maximum, total)
+        ctx.vocab_size = vocab_size
+        return total.log() + maximum - target
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        logits, labels, maximum, total = ctx.saved_tensors
+        grad = cross_entropy_grad(logits, labels, maximum, total, grad_output, 0, ctx.vocab_size)
+        return grad, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int | None = None) -> Tensor:
+    """-log softmax(logits)[label] per token, in at least float32, not averaged.
+
+    logits `[..., columns]`, labels `[...]`; columns from `vocab_size` on are padding. Tokens to be
+    ignored are given weight 0 by the caller.
+    """
+    return _CrossEntropy.apply(logits, labels, vocab_size)

@@ -1,0 +1,53 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864)."""
+
+import torch
+from torch import Tensor
+
+from megadiff.kernels.reference import wide
+
+
+def rotary_cos_sin(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of `positions * base^(-2i / dim)`, each `[*positions.shape, dim / 2]`.
+
+    The angles are computed in float64, where a position of 10^6 keeps all its digits. Returned in
+    float64 for float64 positions, else in float32.
+    """
+    if dim % 2:
+        raise ValueError(f"the rotary width must be even; got {dim}")
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    angles = positions.to(torch.float64).unsqueeze(-1) * base**-exponents
+    dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = 2 * cos.shape[-1]
+    dtype = wide(torch.promote_types(x.dtype, cos.dtype))
+    cos, sin = cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+    rotated, rest = x[..., :width].to(dtype), x[..., width:]
+    if interleaved:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, -1)
+        rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first `2 * cos.shape[-1]` columns of every head of q and k.
+
+    q, k: `[batch, seq, heads, d]` or `[tokens, heads, d]`; cos, sin: `[seq, r / 2]`,
+    `[batch, seq, r / 2]` or `[tokens, r / 2]` with r <= d even. interleaved: rotate the columns
+    (2i, 2i + 1) together (GPT-J, and the published DIFF code); else (i, i + r / 2) (Llama,
+    GPT-NeoX). Returned in the dtypes of q and k; products are formed in at least float32.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if 2 * cos.shape[-1] > x.shape[-1]:
+            raise ValueError(
+                f"the rotary width {2 * cos.shape[-1]} exceeds {name}'s head width {x.shape[-1]}"
+            )
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)

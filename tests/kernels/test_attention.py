@@ -1,0 +1,79 @@
+"""The attention operators against their definition, in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megadiff.kernels import attention, diff_attention
+from tests.kernels.cases import CASES, Case, by_loops
+
+DATA = Path(__file__).parents[1] / "data"
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+both_backends = pytest.mark.parametrize("backend", ["reference", "sdpa"])
+
+
+def gradients(out: Tensor, inputs: tuple[Tensor, ...], seed: int = 1) -> tuple[Tensor, ...]:
+    dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.autograd.grad(out, inputs, dy.to(out.device, out.dtype))
+
+
+@by_name
+@both_backends
+def test_equals_the_definition(case: Case, backend: str) -> None:
+    inputs = case.inputs(torch.float64)
+    out = diff_attention(*inputs, **case.call_options(), backend=backend)
+    expected = by_loops(case, *inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@by_name
+@both_backends
+def test_standard_attention_is_the_first_branch(case: Case, backend: str) -> None:
+    q, k, v, _ = case.inputs(torch.float64)
+    if case.own_keys:
+        k = k[..., 0::2, :]
+    q1 = q[..., 0::2, :]
+    out = attention(q1, k, v, **case.call_options(), backend=backend)
+    both = torch.stack((q1, q1), -2).flatten(-3, -2)
+    keys = torch.stack((k, k), -2).flatten(-3, -2) if case.own_keys else k
+    expected = by_loops(case, both, keys, v, torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@both_backends
+@pytest.mark.parametrize("name", ["varlen", "window"])
+def test_golden_values_of_flash_diff_attention(name: str, backend: str) -> None:
+    """Values of microsoft/unilm PR 1633, whose value heads (2j, 2j + 1) are halves; no affine."""
+    with np.load(DATA / f"flash_diff_attention_{name}.npz") as file:
+        g = {key: torch.from_numpy(file[key]) for key in file.files}
+    q, k, v = (g[x].requires_grad_() for x in "qkv")
+    vectors = {x: g[f"param/lambda_{x}"].requires_grad_() for x in ("q1", "k1", "q2", "k2")}
+    lambda_init = 0.8 - 0.6 * float(np.exp(-0.3 * g["depth"].item()))
+    lam = (
+        (vectors["q1"] * vectors["k1"]).sum().exp()
+        - (vectors["q2"] * vectors["k2"]).sum().exp()
+        + lambda_init
+    )
+    out = diff_attention(
+        q,
+        k,
+        v.unflatten(1, (-1, 2)).flatten(2),
+        lam,
+        window=tuple(g["window"].tolist()),
+        cu_seqlens_q=g["cu_seqlens"],
+        norm_eps=1e-5,
+        out_scale=1 - lambda_init,
+        backend=backend,
+    )
+    out = out.unflatten(2, (2, -1)).flatten(1, 2)
+    # the published class computes lambda and the norm in float32
+    torch.testing.assert_close(out, g["y"], rtol=1e-5, atol=1e-6)
+    wanted = [q, k, v, *vectors.values()]
+    expected = [g["dq"], g["dk"], g["dv"], *(g[f"grad/lambda_{x}"] for x in vectors)]
+    for mine, theirs in zip(torch.autograd.grad(out, wanted, g["dy"]), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
