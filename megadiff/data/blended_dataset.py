@@ -1,0 +1,82 @@
+"""A blend: samples of several datasets in Megatron's proportion-keeping order."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megadiff.data.gpt_dataset import GPTDataset, Sample
+from megadiff.data.indexed_dataset import DataError
+
+SURPLUS = 0.005  # Megatron asks each dataset for 0.5 % more samples than its share
+MOST_DATASETS = 32767  # dataset numbers are int16
+
+
+@dataclass(frozen=True)
+class BlendOrder:
+    """`dataset_index` int16 `[size]` and `dataset_sample_index` int64 `[size]`: sample k of the
+    blend is sample `dataset_sample_index[k]` of dataset `dataset_index[k]`."""
+
+    dataset_index: np.ndarray
+    dataset_sample_index: np.ndarray
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights that sum to 1; each must be a finite number above 0."""
+    for weight in weights:
+        if not (math.isfinite(weight) and weight > 0):
+            raise DataError(f"blend weight {weight}: every weight must be above 0")
+    values = np.array(weights, dtype=np.float64)
+    return (values / values.sum()).tolist()
+
+
+def blend_size(weights: Sequence[float], samples: int) -> int:
+    """Samples in a blend of normalized `weights` that is asked for `samples`."""
+    return sum(math.ceil(samples * weight) for weight in weights)
+
+
+def samples_to_request(weight: float, samples: int) -> int:
+    """What a dataset of normalized `weight` must hold for a blend of `samples` samples."""
+    return math.ceil(math.ceil(samples * weight) * (1 + SURPLUS))
+
+
+def build_blend_order(weights: Sequence[float], size: int) -> BlendOrder:
+    """At each step the dataset that lags its share the most gives its next sample."""
+    if len(weights) >= MOST_DATASETS:
+        raise DataError(f"a blend of {len(weights)} datasets: at most {MOST_DATASETS - 1}")
+    share = np.array(weights, dtype=np.float64)
+    counts = np.zeros(len(share), dtype=np.float64)
+    dataset_index = np.empty(size, dtype=np.int16)
+    dataset_sample_index = np.empty(size, dtype=np.int64)
+    lag = np.empty_like(share)
+    for k in range(size):
+        np.multiply(share, max(k, 1), out=lag)
+        np.subtract(lag, counts, out=lag)
+        chosen = lag.argmax()
+        dataset_index[k] = chosen
+        dataset_sample_index[k] = counts[chosen]
+        counts[chosen] += 1
+    return BlendOrder(dataset_index, dataset_sample_index)
+
+
+class BlendedDataset:
+    """Item k is sample k of the blend."""
+
+    def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
+        self.datasets = list(datasets)
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order.dataset_index)
+
+    def locate(self, index: int) -> tuple[GPTDataset, int]:
+        """The dataset and the sample in it that sample `index` of the blend is."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a blend of {len(self)}")
+        dataset = self.datasets[int(self.order.dataset_index[index])]
+        return dataset, int(self.order.dataset_sample_index[index])
+
+    def __getitem__(self, index: int) -> Sample:
+        dataset, sample = self.locate(index)
+        return dataset[sample]

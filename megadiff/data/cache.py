@@ -1,0 +1,126 @@
+"""Index arrays kept on disk, made once and memory-mapped by every process that needs them.
+
+Processes agree through files alone: the first to make a lock file builds, the others wait for the
+result, on a shared disk as on disks of their own. The result is the same whoever builds it and gets
+its name when it is whole, so that a lock that fails costs time, never correctness.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+HEARTBEAT = 5.0  # seconds between signs of life of the process that builds
+STALE = 60.0  # seconds without one after which its lock counts as left behind
+
+
+def digest(array: np.ndarray) -> str:
+    """A hash of the array's content, so that the cache follows the data and not its path."""
+    hasher = hashlib.blake2b(digest_size=16)
+    flat = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    for begin in range(0, len(flat), 1 << 26):
+        hasher.update(flat[begin : begin + (1 << 26)].data)
+    return hasher.hexdigest()
+
+
+def load_or_make(
+    folder: str | None, key: dict, make: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """The arrays that `make` returns; with a `folder`, from its entry for `key` once it is there.
+
+    `key["kind"]` begins the entry's name, the rest of it and every other value go into its hash.
+    """
+    if folder is None:
+        return make()
+    text = json.dumps(key, sort_keys=True, indent=1)
+    name = f"{key['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    entry = Path(folder) / name
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    waiting_since = time.monotonic()
+    while not entry.is_dir():
+        with _lock(entry.with_name(name + ".lock")) as locked:
+            if locked and not entry.is_dir():
+                _store(entry, text, make())
+        if not locked:
+            waiting_since = _wait(entry, waiting_since)
+    return {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
+
+
+def _wait(entry: Path, since: float) -> float:
+    time.sleep(0.2)
+    if time.monotonic() - since < 30.0:
+        return since
+    print(f"waiting for another process to build {entry}", file=sys.stderr, flush=True)
+    return time.monotonic()
+
+
+def _store(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:
+    part = entry.with_name(f"{entry.name}.part-{socket.gethostname()}-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        for name, array in arrays.items():
+            with (part / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                os.fsync(file.fileno())
+        (part / "description.json").write_text(description)
+        with suppress(OSError):  # another process was first: its entry holds the same
+            part.rename(entry)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    if not entry.is_dir():
+        raise OSError(f"{entry}: cannot be written")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Whether this process holds the lock file; it touches the file for as long as it does."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        _remove_if_stale(path)
+        yield False
+        return
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT):
+            with suppress(OSError):
+                path.touch()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield True
+    finally:
+        done.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
+
+_seen: dict[Path, tuple[float, float]] = {}  # time stamp of a lock, and when it was first seen
+
+
+def _remove_if_stale(path: Path) -> None:
+    """Remove a lock whose time stamp stood still for long; clocks of hosts are not compared."""
+    try:
+        stamp = path.stat().st_mtime
+    except FileNotFoundError:
+        return
+    seen_stamp, since = _seen.get(path, (None, 0.0))
+    now = time.monotonic()
+    if stamp != seen_stamp:
+        _seen[path] = (stamp, now)
+    elif now - since > STALE:
+        print(f"removing {path}: its process gave no sign of life", file=sys.stderr, flush=True)
+        path.unlink(missing_ok=True)
+        _seen.pop(path, None)

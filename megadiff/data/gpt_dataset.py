@@ -1,0 +1,188 @@
+"""Samples of `seq_length + 1` tokens in Megatron's order, from one indexed dataset.
+
+The order is that of Megatron-LM's GPTDataset: sequences shuffled per run of epochs into a document
+index, its tokens cut into samples that overlap by one token, the samples shuffled again. It is a
+pure function of (sequence lengths, range of sequences, samples asked for, seq_length, seed).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megadiff.data.indexed_dataset import DataError, IndexedDataset
+
+_CHUNK = 1 << 20  # documents per step of the scan: its arrays stay in the cache
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """What `GPTDataset` reads: three arrays, in memory or memory-mapped.
+
+    `document_index` `[epochs * sequences]`: sequence numbers; `sample_index` `[samples + 1, 2]`:
+    where each sample begins, as (position in document_index, token offset); `shuffle_index`
+    `[samples]`.
+    """
+
+    document_index: np.ndarray
+    sample_index: np.ndarray
+    shuffle_index: np.ndarray
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How often the sequences are read, and how many samples come before the last epoch."""
+
+    count: int
+    samples: int
+    separate_last: bool
+    samples_before_last: int
+
+
+def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> Epochs:
+    """The fewest epochs of `tokens` tokens that give `samples` samples (None: one epoch).
+
+    The last epoch is shuffled apart when less than 80 % of its samples are wanted, so that the rest
+    of them does not thin out the earlier epochs.
+    """
+    if samples is None:
+        count = 1
+    else:
+        count = max(1, -(-(samples * seq_length + 1) // tokens))
+    total = (count * tokens - 1) // seq_length
+    before = ((count - 1) * tokens - 1) // seq_length if count > 1 else 0
+    separate = False
+    if count > 1 and samples is not None:
+        per_epoch = (tokens - 1) // seq_length
+        separate = samples - before < int(0.80 * per_epoch)
+    return Epochs(count, total, separate, before)
+
+
+def build_order(
+    lengths: np.ndarray,
+    sequences: tuple[int, int],
+    samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> SampleOrder:
+    """The order over sequences `[first, last)` of `lengths` (int32) for at least `samples` samples.
+
+    Raises DataError when the sequences hold no whole sample.
+    """
+    first, last = sequences
+    tokens = int(lengths[first:last].sum(dtype=np.int64))
+    if tokens == 0:
+        raise DataError("no tokens")
+    epochs = plan_epochs(tokens, samples, seq_length)
+    if epochs.samples == 0:
+        raise DataError(f"{tokens} tokens, less than the {seq_length + 1} of one sample")
+    rng = np.random.RandomState(seed)
+    document_index = _document_index(sequences, epochs, rng)
+    sample_index = _sample_index(lengths, document_index, epochs.samples, seq_length)
+    shuffle_index = _shuffle_index(epochs, rng)
+    return SampleOrder(document_index, sample_index, shuffle_index)
+
+
+def _document_index(
+    sequences: tuple[int, int], epochs: Epochs, rng: np.random.RandomState
+) -> np.ndarray:
+    dtype = np.int32 if sequences[1] <= 2**31 else np.int64
+    order = np.tile(np.arange(*sequences, dtype=dtype), epochs.count)
+    split = len(order)
+    if epochs.separate_last:
+        split -= sequences[1] - sequences[0]
+    rng.shuffle(order[:split])
+    if epochs.separate_last:
+        rng.shuffle(order[split:])
+    return order
+
+
+def _sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, samples: int, seq_length: int
+) -> np.ndarray:
+    """Where tokens 0, seq_length, 2 * seq_length, ... of the stream lie; linear in time."""
+    fits = max(len(document_index), int(lengths.max(initial=0))) < 2**31
+    index = np.zeros((samples + 1, 2), dtype=np.int32 if fits else np.int64)
+    row = 1
+    before = 0  # tokens before the chunk
+    for begin in range(0, len(document_index), _CHUNK):
+        ends = before + np.cumsum(lengths[document_index[begin : begin + _CHUNK]], dtype=np.int64)
+        total = int(ends[-1])
+        last = min((total - 1) // seq_length, samples)
+        if last >= row:
+            targets = np.arange(row, last + 1, dtype=np.int64) * seq_length
+            position = np.searchsorted(ends, targets, side="right")
+            starts = np.concatenate(([before], ends[:-1]))
+            index[row : last + 1, 0] = begin + position
+            index[row : last + 1, 1] = targets - starts[position]
+            row = last + 1
+        before = total
+    return index
+
+
+def _shuffle_index(epochs: Epochs, rng: np.random.RandomState) -> np.ndarray:
+    dtype = np.int64 if epochs.samples >= 2**32 - 2 else np.uint32
+    order = np.arange(epochs.samples, dtype=dtype)
+    split = epochs.samples_before_last if epochs.separate_last else epochs.samples
+    rng.shuffle(order[:split])
+    if epochs.separate_last:
+        rng.shuffle(order[split:])
+    return order
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a sample: `length` tokens of sequence `sequence` from token `offset` on."""
+
+    sequence: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`tokens` int64 `[seq_length + 1]`; `starts` int32: the positions at which sequences begin.
+
+    The first entry of `starts` is 0 even where the sample begins inside a sequence.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+
+class GPTDataset:
+    """Item i is sample i of the order, as a `Sample`."""
+
+    def __init__(self, dataset: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
+        self.dataset = dataset
+        self.order = order
+        self.seq_length = seq_length
+
+    def __len__(self) -> int:
+        return len(self.order.shuffle_index)
+
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """Which tokens of which sequences sample `index` is made of, in order."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} ({self.dataset.prefix})")
+        row = int(self.order.shuffle_index[index])
+        position, offset = (int(x) for x in self.order.sample_index[row])
+        left = self.seq_length + 1
+        while left:
+            sequence = int(self.order.document_index[position])
+            length = min(int(self.dataset.lengths[sequence]) - offset, left)
+            if length:
+                yield Piece(sequence, offset, length)
+            left -= length
+            position, offset = position + 1, 0
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens = np.empty(self.seq_length + 1, dtype=np.int64)
+        starts: list[int] = []
+        filled = 0
+        for piece in self.pieces(index):
+            starts.append(filled)
+            end = filled + piece.length
+            tokens[filled:end] = self.dataset.get(piece.sequence, piece.offset, piece.length)
+            filled = end
+        return Sample(tokens, np.array(starts, dtype=np.int32))

@@ -1,0 +1,303 @@
+"""Megatron's `.idx/.bin` pair: a file of token ids and an index of sequence lengths and positions.
+
+Layout of the index, little endian and without padding: 9 bytes of magic, u64 version 1, u8 dtype
+code, u64 N sequences, u64 D = documents + 1, i32[N] sequence lengths in tokens, i64[N] byte
+positions in the .bin, i64[D] document boundaries as sequence numbers, and i8[N] modes in multimodal
+files only. A document without tokens repeats a boundary and has no sequence.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LONGEST_SEQUENCE = 2**31 - 1  # lengths are stored as int32
+
+
+class DataError(ValueError):
+    """A file, flag or value of the data tools is wrong; the message says which and what to do."""
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype that Megatron writes for a vocabulary: uint16 below 65500 entries, else int32.
+
+    Readers take the dtype from the file, so that the choice cannot disagree with them.
+    """
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def bin_path(prefix: str) -> str:
+    return prefix + ".bin"
+
+
+def idx_path(prefix: str) -> str:
+    return prefix + ".idx"
+
+
+class IndexedDataset:
+    """Read access to `prefix.bin` and `prefix.idx`; item i is sequence i.
+
+    Attributes: `dtype`; `lengths` int32 `[N]` in tokens; `pointers` int64 `[N]` in bytes;
+    `documents` int64 `[D]`, where document d is sequences `[documents[d], documents[d + 1])`;
+    `modes` int8 `[N]` or None. The index is memory-mapped; the tokens too, unless `mmap` is False,
+    which reads them with positioned reads and costs no address space.
+    """
+
+    def __init__(self, prefix: str, *, mmap: bool = True) -> None:
+        self.prefix = prefix
+        self.mmap = mmap
+        index = idx_path(prefix)
+        if not Path(index).is_file() or not Path(bin_path(prefix)).is_file():
+            raise DataError(_missing(prefix))
+        size = Path(index).stat().st_size
+        with Path(index).open("rb") as file:
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size or head[:9] != MAGIC:
+            raise DataError(f"{index}: not a .idx file (it does not begin with {MAGIC!r})")
+        _, version, code, count, bookends = HEADER.unpack(head)
+        if version != VERSION or code not in DTYPES:
+            raise DataError(f"{index}: version {version}, dtype code {code}: not a format we know")
+        plain = HEADER.size + 12 * count + 8 * bookends
+        if size not in (plain, plain + count):
+            raise DataError(
+                f"{index}: {size} bytes, but {count} sequences and {bookends - 1} documents need "
+                f"{plain}: the file was cut off or damaged"
+            )
+        self.dtype = DTYPES[code]
+        raw = np.memmap(index, dtype=np.uint8, mode="r")
+        start = HEADER.size
+        self.lengths = np.frombuffer(raw, dtype="<i4", count=count, offset=start)
+        self.pointers = np.frombuffer(raw, dtype="<i8", count=count, offset=start + 4 * count)
+        self.documents = np.frombuffer(raw, dtype="<i8", count=bookends, offset=start + 12 * count)
+        self.modes = None
+        if size > plain and count:
+            self.modes = np.frombuffer(raw, dtype=np.int8, count=count, offset=plain)
+        if bookends < 1 or int(self.documents[-1]) != count:
+            raise DataError(f"{index}: the last document does not end at the last sequence")
+        self._check_bin_size()
+        self._open_bin()
+
+    def _check_bin_size(self) -> None:
+        size = Path(bin_path(self.prefix)).stat().st_size
+        need = 0
+        if len(self):
+            need = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if size < need:
+            raise DataError(
+                f"{bin_path(self.prefix)}: {size} bytes, but its index needs {need}: it was cut off"
+            )
+
+    def _open_bin(self) -> None:
+        self._file: BinaryIO | None = None
+        self._bytes: np.ndarray | None = None
+        path = Path(bin_path(self.prefix))
+        if not self.mmap:
+            self._file = path.open("rb", buffering=0)
+        elif path.stat().st_size:
+            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        else:  # an empty file cannot be mapped
+            self._bytes = np.empty(0, dtype=np.uint8)
+
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.prefix, self.mmap
+
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.__init__(state[0], mmap=state[1])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens (default: to its end) of sequence `index` from token `offset` on."""
+        if length is None:
+            length = int(self.lengths[index]) - offset
+        begin = int(self.pointers[index]) + offset * self.dtype.itemsize
+        size = length * self.dtype.itemsize
+        if self._bytes is not None:
+            return self._bytes[begin : begin + size].view(self.dtype)
+        assert self._file is not None
+        return np.frombuffer(_read_at(self._file, begin, size), dtype=self.dtype)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
+        return self.get(index)
+
+    def document(self, index: int) -> np.ndarray:
+        """All tokens of document `index`, its sequences one after another."""
+        first, last = int(self.documents[index]), int(self.documents[index + 1])
+        parts = [self.get(i) for i in range(first, last)]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+
+def _read_at(file: BinaryIO, begin: int, size: int) -> bytes:
+    parts = []
+    while size > 0:
+        part = os.pread(file.fileno(), size, begin)
+        if not part:
+            raise DataError(f"{file.name}: ends at byte {begin}, {size} bytes early")
+        parts.append(part)
+        begin += len(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _missing(prefix: str) -> str:
+    for suffix in (".bin", ".idx"):
+        if prefix.endswith(suffix) and Path(prefix).is_file():
+            return f"{prefix}: give the path without {suffix}: {prefix.removesuffix(suffix)}"
+    lacking = [p for p in (bin_path(prefix), idx_path(prefix)) if not Path(p).is_file()]
+    return f"{prefix}: no such dataset ({' and '.join(lacking)} missing)"
+
+
+class IndexedDatasetBuilder:
+    """Writes `prefix.bin` and `prefix.idx`; both appear under their names when `finalize` ran.
+
+    Until then the tokens are in `prefix.bin.part`. Used as a context manager it finalizes, or
+    removes the part when an exception leaves the block.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype | type) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in CODES:
+            raise DataError(f"dtype {self.dtype} cannot be stored in a .bin file")
+        folder = Path(prefix).parent
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder (for the output {prefix})")
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._part = Path(bin_path(prefix) + ".part")
+        self._file = self._part.open("wb")
+
+    def add_sequence(self, tokens: np.ndarray | Sequence[int]) -> None:
+        """Append one sequence to the document under way; close it with `end_document`."""
+        values = np.asarray(tokens)
+        if values.size > LONGEST_SEQUENCE:
+            raise DataError(
+                f"a sequence of {values.size} tokens: the format holds {LONGEST_SEQUENCE}"
+            )
+        self._file.write(convert(values, self.dtype).tobytes())
+        self._lengths.append(values.size)
+
+    def end_document(self) -> None:
+        self._documents.append(len(self._lengths))
+
+    def add_document(
+        self, tokens: np.ndarray | Sequence[int], lengths: Sequence[int] | None = None
+    ) -> None:
+        """One whole document, of sequences of `lengths` (default: one sequence, none if empty)."""
+        values = np.asarray(tokens)
+        begin = 0
+        for length in [len(values)] if lengths is None else lengths:
+            if length:
+                self.add_sequence(values[begin : begin + length])
+            begin += length
+        self.end_document()
+
+    def add_dataset(self, other: IndexedDataset) -> None:
+        """Append all documents of `other`."""
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"{other.prefix} holds {other.dtype} tokens and cannot join {self.dtype} ones"
+            )
+        self._documents.frombytes(
+            (np.asarray(other.documents[1:]) + len(self._lengths)).astype("<i8").tobytes()
+        )
+        self._lengths.frombytes(other.lengths.tobytes())
+        if not len(other):
+            return
+        end = int(other.pointers[-1]) + int(other.lengths[-1]) * other.dtype.itemsize
+        begin = int(other.pointers[0])
+        if end - begin != int(other.lengths.sum(dtype=np.int64)) * other.dtype.itemsize:
+            raise DataError(f"{other.prefix}: its sequences do not lie one after another")
+        with Path(bin_path(other.prefix)).open("rb") as source:
+            source.seek(begin)
+            while begin < end:
+                block = source.read(min(1 << 24, end - begin))
+                if not block:
+                    raise DataError(f"{bin_path(other.prefix)}: the file was cut off")
+                self._file.write(block)
+                begin += len(block)
+
+    def finalize(self) -> None:
+        self._file.close()
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        documents = np.frombuffer(self._documents, dtype=np.int64)
+        publish(self.prefix, self._part, self.dtype, lengths, documents)
+
+    def discard(self) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.discard()
+
+
+def convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`values` as little-endian `dtype`; an id that does not fit is an error, never a wrap."""
+    if values.dtype == dtype:
+        return values
+    if dtype.kind in "iu" and values.size:
+        info = np.iinfo(dtype)
+        low, high = int(values.min()), int(values.max())
+        if low < info.min or high > info.max:
+            raise DataError(f"token id {low if low < info.min else high} does not fit {dtype}")
+    return values.astype(dtype)
+
+
+def publish(
+    prefix: str, part: Path, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray
+) -> None:
+    """Write the index and give it and the tokens in `part` their final names.
+
+    An index that is there belongs to whole tokens: an old one goes first and the new one comes
+    last.
+    """
+    index_part = Path(idx_path(prefix) + ".part")
+    write_index(index_part, dtype, lengths, documents)
+    Path(idx_path(prefix)).unlink(missing_ok=True)
+    part.rename(bin_path(prefix))
+    index_part.rename(idx_path(prefix))
+
+
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
+    """Write a `.idx` for int32 `lengths` `[N]` and int64 `documents` `[D]` (see the module)."""
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents)))
+        file.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        position = 0
+        for begin in range(0, len(lengths), 1 << 22):
+            sizes = lengths[begin : begin + (1 << 22)].astype(np.int64) * dtype.itemsize
+            ends = position + np.cumsum(sizes)
+            file.write((ends - sizes).astype("<i8").tobytes())
+            position = int(ends[-1])
+        file.write(np.ascontiguousarray(documents, dtype="<i8").data)

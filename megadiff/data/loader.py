@@ -1,0 +1,151 @@
+"""Micro-batches of one data-parallel rank; the only module of the data room that uses torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megadiff.data.gpt_dataset import Sample
+
+
+class SampleDataset(Protocol):
+    """What the loader reads: a `GPTDataset`, a blend or anything alike."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclass
+class MicroBatch:
+    """`tokens`, `labels` and `positions` int64 `[b, s]`; `loss_mask` float32 `[b, s]`.
+
+    `cu_seqlens` int32 `[documents + 1]` over the `b * s` tokens, padded by repeating its last entry
+    to one length for all micro-batches of the step; None where documents may attend to each other.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """Megatron's `--reset-position-ids`, `--reset-attention-mask` and `--eod-mask-loss`.
+
+    A document begins where a sequence of the dataset begins and after each `eod` token.
+    """
+
+    eod: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+
+def sample_numbers(
+    consumed_samples: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> list[range]:
+    """Dataset positions of each micro-batch of this rank in the step after `consumed_samples`.
+
+    Megatron's sequential order: each round of micro-batches takes the next `micro * dp` samples,
+    rank r of them the r-th run of `micro`.
+    """
+    per_round = micro_batch_size * data_parallel_size
+    if global_batch_size % per_round:
+        raise ValueError(
+            f"global batch size {global_batch_size} is not a multiple of micro batch size "
+            f"{micro_batch_size} times data-parallel size {data_parallel_size}"
+        )
+    first = consumed_samples + data_parallel_rank * micro_batch_size
+    starts = range(first, first + global_batch_size, per_round)
+    return [range(start, start + micro_batch_size) for start in starts]
+
+
+def collate(samples: Sequence[Sample], rules: DocumentRules) -> MicroBatch:
+    """One micro-batch of samples of equal length; `cu_seqlens` is not padded yet."""
+    text = np.stack([sample.tokens for sample in samples])
+    tokens, labels = text[:, :-1], text[:, 1:]
+    batch, length = tokens.shape
+    loss_mask = np.ones((batch, length), dtype=np.float32)
+    if rules.eod_mask_loss:
+        loss_mask[tokens == rules.eod] = 0.0
+    positions = np.tile(np.arange(length, dtype=np.int64), (batch, 1))
+    cu_seqlens = None
+    if rules.reset_position_ids or rules.reset_attention_mask:
+        starts = [_document_starts(s, tokens[i], rules.eod) for i, s in enumerate(samples)]
+        if rules.reset_position_ids:
+            for row, begin in zip(positions, starts, strict=True):
+                row -= np.repeat(begin, np.diff(begin, append=length))
+        if rules.reset_attention_mask:
+            flat = [begin + i * length for i, begin in enumerate(starts)]
+            ends = np.concatenate([*flat, [batch * length]])
+            cu_seqlens = torch.from_numpy(ends.astype(np.int32))
+    return MicroBatch(
+        tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
+        labels=torch.from_numpy(np.ascontiguousarray(labels)),
+        loss_mask=torch.from_numpy(loss_mask),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _document_starts(sample: Sample, tokens: np.ndarray, eod: int | None) -> np.ndarray:
+    starts = sample.starts
+    if eod is not None:
+        starts = np.union1d(starts, np.flatnonzero(tokens == eod) + 1)
+    return starts[starts < len(tokens)]
+
+
+def pad_cu_seqlens(batches: Sequence[MicroBatch]) -> None:
+    """Bring `cu_seqlens` of all micro-batches to one length, a power of two plus one."""
+    given = [batch.cu_seqlens for batch in batches if batch.cu_seqlens is not None]
+    if not given:
+        return
+    documents = max(len(cu_seqlens) for cu_seqlens in given) - 1
+    length = (1 << (documents - 1).bit_length()) + 1
+    for batch in batches:
+        cu_seqlens = batch.cu_seqlens
+        assert cu_seqlens is not None
+        padding = cu_seqlens[-1:].expand(length - len(cu_seqlens))
+        batch.cu_seqlens = torch.cat([cu_seqlens, padding])
+
+
+class BatchLoader:
+    """The micro-batches of one data-parallel rank, a function of the consumed samples alone."""
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        rules: DocumentRules | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.rules = rules or DocumentRules()
+        if self.rules.eod_mask_loss and self.rules.eod is None:
+            raise ValueError("--eod-mask-loss needs a tokenizer with an end-of-document token")
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        """The micro-batches of the step that begins after `consumed_samples`."""
+        numbers = sample_numbers(
+            consumed_samples,
+            global_batch_size,
+            self.micro_batch_size,
+            self.data_parallel_rank,
+            self.data_parallel_size,
+        )
+        batches = [collate([self.dataset[j] for j in run], self.rules) for run in numbers]
+        pad_cu_seqlens(batches)
+        return batches

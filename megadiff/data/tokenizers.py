@@ -1,0 +1,319 @@
+"""Tokenizers under Megatron's type names, with one face for all.
+
+Text is text: strings such as `<|endoftext|>` inside a document are encoded as ordinary characters,
+never as the token of that name. Libraries are imported where they are used.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from megadiff.data.indexed_dataset import DataError
+
+EOD_NAMES = (
+    "<EOD>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence|>",
+    "<｜end▁of▁sentence｜>",
+    "[SEP]",
+)
+BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>", "[CLS]")
+PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]")
+
+CL100K_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+O200K_PATTERN = "|".join(
+    [
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    ]
+)
+
+
+class Tokenizer(ABC):
+    """Ids of text and back. `eod`, `bos` and `pad` are ids, None where there is no such token."""
+
+    vocab_size: int
+    eod: int | None = None
+    bos: int | None = None
+    pad: int | None = None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` alone, no token added."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """Ids of each text; faster than one by one where the library can."""
+        return [self.encode(text) for text in texts]
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model` file, as Llama and Mistral have."""
+
+    def __init__(self, model: str) -> None:
+        import sentencepiece
+
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=model)
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{model}: not a SentencePiece model ({error})") from None
+        self.vocab_size = self._model.get_piece_size()
+        self.eod = _first(self._model.eos_id(), *map(self._id, EOD_NAMES))
+        self.bos = _first(self._model.bos_id())
+        self.pad = _first(self._model.pad_id())
+
+    def _id(self, piece: str) -> int:
+        index = self._model.piece_to_id(piece)
+        return index if index != self._model.unk_id() else -1
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return self._model.encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+
+def _first(*ids: int) -> int | None:
+    return next((i for i in ids if i >= 0), None)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`, or a folder that holds one."""
+
+    def __init__(self, model: str) -> None:
+        tokenizers = _need("tokenizers")
+        path = Path(model)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise DataError(f"{file}: not a tokenizer.json ({error})") from None
+        self._model.no_padding()
+        self._model.no_truncation()
+        self._model.encode_special_tokens = True
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _special_names(file.parent / "tokenizer_config.json")
+        self.eod = _lookup(vocabulary, named.get("eos_token"), EOD_NAMES)
+        self.bos = _lookup(vocabulary, named.get("bos_token"), BOS_NAMES)
+        self.pad = _lookup(vocabulary, named.get("pad_token"), PAD_NAMES)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _special_names(config: Path) -> dict[str, str]:
+    if not config.is_file():
+        return {}
+    values = json.loads(config.read_text(encoding="utf-8"))
+    names = {}
+    for key in ("eos_token", "bos_token", "pad_token"):
+        value = values.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            names[key] = value
+    return names
+
+
+def _lookup(vocabulary: dict[str, int], named: str | None, usual: Sequence[str]) -> int | None:
+    for name in ([named] if named else []) + list(usual):
+        if name in vocabulary:
+            return vocabulary[name]
+    return None
+
+
+class TikTokenizer(Tokenizer):
+    """A file of tiktoken ranks: a line per token, its bytes in base64 and its id.
+
+    `pattern` is "cl100k" or "o200k", how text is cut into words before merging; the file does not
+    say. Ids of special tokens follow the ranks: end of document first, then beginning and padding.
+    """
+
+    def __init__(self, ranks: str, pattern: str = "cl100k") -> None:
+        tiktoken = _need("tiktoken")
+        table = _read_ranks(ranks)
+        count = max(table.values()) + 1
+        special = {"<|endoftext|>": count, "<|begin_of_text|>": count + 1, "<|pad|>": count + 2}
+        patterns = {"cl100k": CL100K_PATTERN, "o200k": O200K_PATTERN}
+        self._model = tiktoken.Encoding(
+            Path(ranks).stem,
+            pat_str=patterns[pattern],
+            mergeable_ranks=table,
+            special_tokens=special,
+        )
+        self.eod, self.bos, self.pad = count, count + 1, count + 2
+        self.vocab_size = count + 3
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode_ordinary(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [self._model.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+
+def _read_ranks(path: str) -> dict[bytes, int]:
+    import base64
+    import binascii
+
+    table: dict[bytes, int] = {}
+    number = 0
+    try:
+        with Path(path).open("rb") as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    token, rank = line.split()
+                    table[base64.b64decode(token, validate=True)] = int(rank)
+    except (ValueError, binascii.Error):
+        raise DataError(f"{path}, line {number}: not `base64 rank`, not a tiktoken file") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    if not table:
+        raise DataError(f"{path}: no tokens in it")
+    return table
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """GPT-2's byte-level BPE from its `vocab.json` and `merges.txt`."""
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        tokenizers = _need("tokenizers")
+        try:
+            model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
+        except Exception as error:
+            raise DataError(f"{vocab_file}, {merge_file}: not a BPE vocabulary ({error})") from None
+        self._model = tokenizers.Tokenizer(model)
+        self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._model.decoder = tokenizers.decoders.ByteLevel()
+        self.vocab_size = max(self._model.get_vocab().values()) + 1
+        self.eod = self._model.token_to_id("<|endoftext|>")
+        self.bos = self.eod
+        self.pad = self.eod
+
+    encode = HuggingFaceTokenizer.encode
+    encode_batch = HuggingFaceTokenizer.encode_batch
+    decode = HuggingFaceTokenizer.decode
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes are ids 0 to 255, then end of document, beginning and padding."""
+
+    vocab_size, eod, bos, pad = 259, 256, 257, 258
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(Tokenizer):
+    """Text that is ids already, decimal and with spaces between; the end of document follows
+    them."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._ids = vocab_size
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads ids: {error}") from None
+        for i in ids:
+            if not 0 <= i < self._ids:
+                raise DataError(f"id {i} is not below --vocab-size {self._ids}")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+TYPES = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "GPT2BPETokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+)
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    vocab_size: int | None = None,
+    tiktoken_pattern: str = "cl100k",
+) -> Tokenizer:
+    """The tokenizer of a type in `TYPES`; raises DataError that names the flag that is missing."""
+
+    def need(value: str | None, flag: str) -> str:
+        if value is None:
+            raise DataError(f"--tokenizer-type {tokenizer_type} needs {flag}")
+        if not Path(value).exists():
+            raise DataError(f"{flag} {value}: no such file")
+        return value
+
+    match tokenizer_type:
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+            return SentencePieceTokenizer(need(tokenizer_model, "--tokenizer-model"))
+        case "HuggingFaceTokenizer":
+            return HuggingFaceTokenizer(need(tokenizer_model, "--tokenizer-model"))
+        case "TikTokenizer":
+            return TikTokenizer(need(tokenizer_model, "--tokenizer-model"), tiktoken_pattern)
+        case "GPT2BPETokenizer":
+            return GPT2BPETokenizer(
+                need(vocab_file, "--vocab-file"), need(merge_file, "--merge-file")
+            )
+        case "ByteTokenizer":
+            return ByteTokenizer()
+        case "NullTokenizer":
+            if vocab_size is None or vocab_size < 1:
+                raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
+            return NullTokenizer(vocab_size)
+    raise DataError(f"--tokenizer-type {tokenizer_type}: one of {', '.join(TYPES)}")
+
+
+def _need(library: str):
+    import importlib
+
+    try:
+        return importlib.import_module(library)
+    except ModuleNotFoundError:
+        raise DataError(
+            f"this tokenizer needs the library {library}: pip install 'megadiff[tokenizers]'"
+        ) from None
