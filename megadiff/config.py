@@ -166,18 +166,52 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer and schedule"""
 
+    optimizer: Literal["adam", "sgd"] = _option("adam", "AdamW, or SGD with momentum")
     lr: float = _option(3e-4, "peak learning rate")
     min_lr: float = _option(0.0, "learning rate at the end of the decay")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = _option(
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = _option(
         "cosine", "shape of the decay"
     )
     lr_decay_iters: int | None = _option(None, "steps to decay over; all by default")
+    lr_decay_samples: int | None = _option(None, "the same in samples")
     lr_warmup_iters: int = _option(0, "steps of linear warmup")
+    lr_warmup_samples: int = _option(0, "the same in samples")
+    lr_warmup_fraction: float | None = _option(None, "the same as a share of the decay's length")
+    lr_warmup_init: float = _option(0.0, "learning rate at the start of the warmup")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = _option(
+        "exponential", "WSD: shape of the decay at the end"
+    )
+    lr_wsd_decay_iters: int | None = _option(None, "WSD: steps of the decay at the end")
+    lr_wsd_decay_samples: int | None = _option(None, "the same in samples")
+    override_opt_param_scheduler: bool = _option(
+        False, "resume with this schedule where the checkpoint has another"
+    )
+    use_checkpoint_opt_param_scheduler: bool = _option(
+        False, "resume with the checkpoint's schedule where this one differs"
+    )
     weight_decay: float = _option(0.1, "decoupled weight decay of matrices and embeddings")
+    start_weight_decay: float | None = _option(None, "decay at the start, if it changes")
+    end_weight_decay: float | None = _option(None, "decay at the end, if it changes")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = _option(
+        "constant", "how the decay goes from start to end over the run"
+    )
     clip_grad: float = _option(1.0, "largest global gradient norm; 0 does not clip")
     adam_beta1: float = _option(0.9, "decay of the first moment")
     adam_beta2: float = _option(0.95, "decay of the second moment")
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
+    sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
+    lambda_lr_multiplier: float = _option(
+        1.0, "diff_v1: learning rate of the lambda vectors in units of the others'"
+    )
+    use_distributed_optimizer: bool = _option(
+        False, "shard main weights and moments over the data-parallel ranks"
+    )
+    overlap_grad_reduce: bool = _option(
+        True, "reduce gradients over data-parallel ranks while backward runs"
+    )
+    accumulate_allreduce_grads_in_fp32: bool = _option(
+        True, "accumulate and reduce gradients in float32, else in the parameters' type"
+    )
 
 
 @dataclass

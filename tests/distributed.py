@@ -10,6 +10,7 @@ of a second. An exception on any rank fails the test with that rank's traceback.
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -45,7 +46,8 @@ def _entry(
     )
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        results.put((rank, None, function(*args)))
+        # plain pickles: a tensor must not be shared with a worker that ends
+        results.put((rank, None, pickle.dumps(function(*args))))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
     finally:
@@ -81,7 +83,7 @@ def run_distributed(
                     raise TimeoutError(f"no answer from ranks {missing} in {timeout} s") from None
                 if error is not None:
                     raise AssertionError(f"rank {rank} failed:\n{error}")
-                values[rank] = value
+                values[rank] = pickle.loads(value)
         finally:
             for worker in workers:
                 worker.join(0 if len(values) < world else 10)

@@ -1,0 +1,247 @@
+"""Contiguous parameters and gradients, and their reduction over the data-parallel group.
+
+Parameters become views of flat *buckets*, made in the reverse of module order because that is about
+the order in which backward finishes with them. A gradient is added to its bucket's buffer as soon
+as autograd has it; when every parameter of a bucket has had the gradients of all micro-batches the
+bucket is reduced while backward goes on with the layers below. Gradients are summed, never
+averaged: the loss is already a mean over the tokens of the whole global batch.
+
+Sharded, each rank receives the sum of its own equal range only (reduce-scatter) and later hands the
+updated range to the others (all-gather); unsharded, each rank owns all of every bucket.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megadiff.parallel.collectives import all_gather_single, reduce_scatter_single
+
+
+@dataclass
+class Slot:
+    """The place `[start, end)` of one parameter in its bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    end: int
+    next_start: int  # `end` and alignment
+    gradient: Tensor  # the accumulated gradient: a view of the bucket in the parameter's shape
+    remaining: int = 0  # micro-batches whose gradient is still to come
+
+
+@dataclass
+class Bucket:
+    """Flat parameters and gradients; `[shard_start, shard_end)` is what this rank updates."""
+
+    slots: tuple[Slot, ...]
+    parameters: Tensor  # [length], the parameters' dtype
+    gradients: Tensor  # [length], the accumulation dtype
+    shard_start: int
+    shard_end: int
+    tie_group: dist.ProcessGroup | None = None  # stages that hold copies of this bucket's parameter
+    waiting: int = 0  # parameters that have not had all their gradients yet
+    reduced: bool = False  # the reduction has at least been started
+    reduction: Any = None  # running collectives
+    gathering: Any = None
+
+    @property
+    def own_parameters(self) -> Tensor:
+        return self.parameters[self.shard_start : self.shard_end]
+
+    @property
+    def own_gradients(self) -> Tensor:
+        return self.gradients[self.shard_start : self.shard_end]
+
+
+class Buckets:
+    """The buckets of a rank's parameters.
+
+    `group` is the data-parallel (and context-parallel) group, None for a single process. `sharded`
+    gives each rank `1/dp` of each bucket. Gradients are kept in float32, or in the parameter's
+    dtype where it is wider or where `float32_gradients` is False. `ties` are parameters whose
+    copies live on other pipeline stages, with the group of the stages that hold one: their
+    gradients are summed over it.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        group: dist.ProcessGroup | None = None,
+        sharded: bool = False,
+        overlap_reduce: bool = True,
+        float32_gradients: bool = True,
+        bucket_size: int = 40_000_000,  # elements, Megatron's default
+        alignment: int = 64,  # elements: 128 bytes of bf16, for vectorised kernels and NCCL
+        ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
+    ) -> None:
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self.group = group if self.world > 1 else None
+        self.sharded = sharded and self.world > 1
+        self._rank = dist.get_rank(group) if self.group is not None else 0
+        self._overlap = overlap_reduce and self.group is not None
+        self._float32_gradients = float32_gradients
+        self._alignment = alignment
+        self._ties = dict(ties)
+        self._next = 0  # the bucket to reduce next
+        self.buckets = [
+            self._make_bucket(members)
+            for members in _split(named_parameters, self._ties, bucket_size)
+        ]
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+        self.zero(1)
+
+    def _make_bucket(self, members: list[tuple[str, nn.Parameter]]) -> Bucket:
+        first = members[0][1]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        if not self._float32_gradients:
+            dtype = first.dtype
+        starts = [0]
+        for _, parameter in members:
+            starts.append(starts[-1] + _round_up(parameter.numel(), self._alignment))
+        length = _round_up(starts[-1], self._alignment * self.world)
+        parameters = torch.zeros(length, dtype=first.dtype, device=first.device)
+        gradients = torch.zeros(length, dtype=dtype, device=first.device)
+        slots: list[Slot] = []
+        for (name, parameter), start, following in zip(members, starts, starts[1:], strict=False):
+            end = start + parameter.numel()
+            view = parameters[start:end].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            gradient = gradients[start:end].view(parameter.shape)
+            slots.append(Slot(name, parameter, start, end, following, gradient))
+        own = length // self.world if self.sharded else length
+        begin = own * self._rank if self.sharded else 0
+        tie_group = self._ties.get(first)
+        return Bucket(tuple(slots), parameters, gradients, begin, begin + own, tie_group)
+
+    def zero(self, backward_passes: int) -> None:
+        """Forget all gradients; each parameter now expects those of `backward_passes` passes.
+
+        The number only says when a bucket is complete and may be reduced early; a parameter that
+        gets fewer gradients is reduced in `finish`.
+        """
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.reduced = False
+            bucket.waiting = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.remaining = backward_passes
+                _hand_over(slot)
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet and wait; all `own_gradients` are then final."""
+        for bucket in self.buckets:
+            if not bucket.reduced:
+                for slot in bucket.slots:
+                    _collect(slot)
+        for bucket in self.buckets[self._next :]:
+            self._reduce(bucket)
+        self._next = len(self.buckets)
+        for bucket in self.buckets:
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+                bucket.reduction = None
+        for bucket in self.buckets:
+            if bucket.tie_group is not None:
+                dist.all_reduce(bucket.own_gradients, group=bucket.tie_group)
+
+    def gather(self) -> None:
+        """Start to fetch the ranges that other ranks updated, in the order of the next forward."""
+        if not self.sharded:
+            return
+        for bucket in reversed(self.buckets):
+            bucket.gathering = all_gather_single(
+                bucket.parameters, bucket.own_parameters, group=self.group, async_op=True
+            )
+
+    def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Make the updated parameters of `buckets` (all by default) visible to what runs next."""
+        for bucket in self.buckets if buckets is None else buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+
+    def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
+        def accumulated(parameter: Tensor) -> None:
+            if bucket.reduced:
+                raise RuntimeError(
+                    f"{slot.name}: a gradient arrived after its bucket was reduced: there were "
+                    "more backward passes than announced, or a parameter is used in several "
+                    "reentrant checkpoints (turn overlap_grad_reduce off for such a model)"
+                )
+            _collect(slot)
+            slot.remaining -= 1
+            if slot.remaining == 0:
+                bucket.waiting -= 1
+                if self._overlap:
+                    self._reduce_complete()
+
+        return accumulated
+
+    def _reduce_complete(self) -> None:
+        """Start the complete buckets in list order, which is the same on every rank."""
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._reduce(self.buckets[self._next])
+            self._next += 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.reduced = True
+        if self.group is None:
+            return
+        if self.sharded:
+            bucket.reduction = reduce_scatter_single(
+                bucket.own_gradients, bucket.gradients, group=self.group, async_op=True
+            )
+        else:
+            bucket.reduction = dist.all_reduce(bucket.gradients, group=self.group, async_op=True)
+
+
+def _collect(slot: Slot) -> None:
+    """Move what autograd left in `.grad` to the bucket, unless it was accumulated there."""
+    gradient = slot.parameter.grad
+    if gradient is not None and gradient is not slot.gradient:
+        slot.gradient.add_(gradient)
+        _hand_over(slot)
+
+
+def _hand_over(slot: Slot) -> None:
+    """Let autograd accumulate straight into the bucket where the dtypes allow it."""
+    same = slot.gradient.dtype == slot.parameter.dtype
+    slot.parameter.grad = slot.gradient if same else None
+
+
+def _split(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], ties: Iterable[nn.Parameter], size: int
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Members of each bucket, in the order in which backward is expected to complete them.
+
+    A bucket has one dtype. A tied parameter gets one of its own, so that the ranges of its holders
+    on different stages are the same.
+    """
+    tied = set(ties)
+    complete: list[list[tuple[str, nn.Parameter]]] = []
+    open_by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    unique = {parameter: name for name, parameter in named_parameters if parameter.requires_grad}
+    for parameter, name in reversed(unique.items()):
+        if parameter in tied:
+            complete.append([(name, parameter)])
+            continue
+        kind = (parameter.dtype, parameter.device)
+        members = open_by_kind.setdefault(kind, [])
+        members.append((name, parameter))
+        if sum(p.numel() for _, p in members) >= size:
+            complete.append(open_by_kind.pop(kind))
+    return complete + list(open_by_kind.values())
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
