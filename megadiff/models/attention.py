@@ -1,7 +1,7 @@
 """Token mixers by attention: standard, DIFF V1 and DIFF V2.
 
-All take `[b, s, hidden]` (under sequence parallelism this rank's part of the sequence) and return the
-same. Head `i` of a differential mixer owns the query heads `2i` and `2i + 1`, its two branches.
+All take `[b, s, hidden]` (under sequence parallelism this rank's part of the sequence) and return
+the same. Head `i` of a differential mixer owns the query heads `2i` and `2i + 1`, its two branches.
 """
 
 import math
