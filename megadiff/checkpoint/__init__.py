@@ -1,0 +1,1 @@
+"""Canonical state (global names, global shapes, shards) and its storage."""

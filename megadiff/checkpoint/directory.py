@@ -1,0 +1,152 @@
+"""A directory of checkpoints, laid out as Megatron's: what is in it, what is whole, what may go.
+
+    latest_checkpointed_iteration.txt    the step to resume from
+    iter_0000100/                        a checkpoint (see `storage`)
+    .saving_iter_0000200/                one being written, or what a crash left of it
+
+Nothing here needs a process group.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megadiff.checkpoint.files import read_index
+from megadiff.checkpoint.ranks import describe
+from megadiff.checkpoint.storage import FORMAT, MANIFEST, file_entry, sync_directory
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_SAVING, _REMOVING = ".saving_", ".removing_"
+
+
+def checkpoint_path(root: str | Path, step: int) -> Path:
+    return Path(root) / f"iter_{step:07d}"
+
+
+def saving_path(root: str | Path, step: int) -> Path:
+    return Path(root) / f"{_SAVING}iter_{step:07d}"
+
+
+def list_steps(root: str | Path) -> list[int]:
+    """Steps of all checkpoints in `root`, whole or not, ascending."""
+    if not Path(root).is_dir():
+        return []
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in Path(root).iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def read_tracker(root: str | Path) -> int:
+    """The step that the tracker names. Raises ValueError when there is none or it is no number."""
+    path = Path(root) / TRACKER
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable ({describe(error)})") from None
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{path} holds {text[:40]!r}, not a step")
+    return int(text)
+
+
+def write_tracker(root: str | Path, step: int) -> None:
+    """Let the tracker name `step`, at once and durably."""
+    path = Path(root) / TRACKER
+    new = path.with_name(f".{TRACKER}.new")
+    with new.open("w") as file:
+        file.write(f"{step}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    sync_directory(Path(root))
+
+
+def publish(root: str | Path, step: int) -> Path:
+    """Give the whole checkpoint at `saving_path` its name; an earlier one of this step goes."""
+    path = checkpoint_path(root, step)
+    if path.exists():
+        _set_aside(path)
+    saving_path(root, step).rename(path)
+    sync_directory(Path(root))
+    sweep(root)
+    return path
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; from the first moment on nobody takes what is left for a checkpoint."""
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{_REMOVING}{path.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path.rename(aside)
+
+
+def sweep(root: str | Path) -> None:
+    """Delete what crashed saves and removals left in `root`."""
+    for path in Path(root).glob(".*_iter_*"):
+        if path.name.startswith((_SAVING, _REMOVING)):
+            shutil.rmtree(path)
+
+
+def read_manifest(path: Path) -> dict[str, dict]:
+    """Size and checksum by file name. Raises ValueError when there is no such thing."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = {
+            str(name): {"bytes": int(e["bytes"]), "crc32": str(e["crc32"])}
+            for name, e in manifest["files"].items()
+        }
+        version = int(manifest["format"])
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing: the save was not finished") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({describe(error)})") from None
+    if version > FORMAT:
+        raise ValueError(f"format {version} is newer than this program, which reads {FORMAT}")
+    if any(Path(name).name != name for name in files):
+        raise ValueError(f"{MANIFEST} names files outside of the checkpoint")
+    return files
+
+
+def damage(path: Path, checksums: bool = True, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the checkpoint at `path`, an empty list when it is whole.
+
+    Sizes of all files, and with `checksums` their contents; of `parts` processes that check
+    together, number `part` reads its share of the contents.
+    """
+    if not path.is_dir():
+        return ["there is no such checkpoint"]
+    try:
+        files = read_manifest(path)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    for number, (name, entry) in enumerate(sorted(files.items())):
+        try:
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
+                problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
+            elif checksums and number % parts == part and file_entry(path / name) != entry:
+                problems.append(f"{name} does not match its checksum")
+        except OSError as error:
+            problems.append(f"{name} is not readable ({describe(error)})")
+    if not problems:
+        try:
+            read_index(path)
+        except (OSError, ValueError) as error:
+            problems.append(describe(error))
+    return problems
+
+
+def expired(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Which of `steps` retention lets go: not the last `keep_last`, not multiples of `keep_every`.
+
+    Without `keep_last` nothing goes.
+    """
+    if keep_last is None:
+        return []
+    old = sorted(steps)[: max(len(steps) - max(keep_last, 1), 0)]
+    return [step for step in old if not keep_every or step % keep_every]

@@ -1,0 +1,160 @@
+"""What a checkpoint holds: global tensors, of which each rank has rectangles.
+
+Nothing here knows a model or an optimizer. A parameter's record (`parallel/parameter.py`) says
+which global tensors a local tensor holds; the functions below turn local tensors, or flat ranges of
+them, into pieces of those.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megadiff.parallel.parameter import ParameterRecord, Section, local_view, record_of
+
+
+@dataclass
+class Piece:
+    """A rectangle of a global tensor, held here: `data` (maybe a strided view) begins at `offset`.
+
+    Exactly one rank has `write` for each element; every rank reads into its own pieces.
+    """
+
+    offset: tuple[int, ...]
+    data: torch.Tensor
+    write: bool = True
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+
+@dataclass
+class ShardedTensor:
+    """A global tensor of `shape`; a rank may hold none, one or several pieces of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+
+
+Tensors = dict[str, ShardedTensor]
+"""What one rank holds of a checkpoint, by global name."""
+
+
+def add_piece(tensors: Tensors, name: str, shape: Sequence[int], piece: Piece) -> None:
+    """Add `piece` to the global tensor `name` of `shape`, whose dtype is that of its first piece.
+
+    Raises ValueError when the piece lies outside of the shape or is of another dtype.
+    """
+    shape = tuple(shape)
+    tensor = tensors.setdefault(name, ShardedTensor(shape, piece.data.dtype))
+    inside = len(piece.offset) == len(piece.sizes) == len(shape) and all(
+        first >= 0 and first + size <= limit
+        for first, size, limit in zip(piece.offset, piece.sizes, shape, strict=True)
+    )
+    if tensor.shape != shape or tensor.dtype != piece.data.dtype or not inside:
+        raise ValueError(
+            f"{name}: a piece of {piece.sizes} {piece.data.dtype} at {piece.offset} does not fit "
+            f"into {tensor.shape} {tensor.dtype}"
+        )
+    tensor.pieces.append(piece)
+
+
+def module_tensors(module: nn.Module, replica: int = 0, replicas: int = 1) -> Tensors:
+    """The parameters of `module` (and of all its chunks, if it is a ModuleList) by global name.
+
+    `replicas` ranks (data and context parallel) hold the same values and this one is number
+    `replica`; each section is written by one of them, all writing about as many bytes.
+    """
+    tensors: Tensors = {}
+    load = [0] * replicas
+    for parameter in module.parameters():
+        record = record_of(parameter)
+        for section in record.sections:
+            data = local_view(parameter.detach(), section, record.dim)
+            writer = load.index(min(load))
+            if section.copy_index == 0:
+                load[writer] += data.numel() * data.element_size()
+            piece = Piece(
+                _offset(section, record.dim, [0] * data.dim(), section.start),
+                data,
+                write=section.copy_index == 0 and writer == replica,
+            )
+            add_piece(tensors, section.name, section.shape, piece)
+    return tensors
+
+
+def flat_pieces(
+    record: ParameterRecord,
+    local_shape: Sequence[int],
+    start: int,
+    stop: int,
+    flat_data: torch.Tensor,
+    write: bool = True,
+) -> Iterator[tuple[Section, Piece]]:
+    """The pieces that a flat range of a local parameter holds of its sections.
+
+    `flat_data` `[stop - start]` are the elements `[start, stop)` of a contiguous tensor of
+    `local_shape` (a main weight or a moment of a rank that owns just this range). The pieces are
+    views of it, at most three per section of a matrix; padding, which no section covers, is left
+    out. `write` says whether this rank writes what it owns; ranks with a further copy never do.
+    """
+    if flat_data.shape != (stop - start,):
+        raise ValueError(f"flat_data {tuple(flat_data.shape)} is not [{stop - start}]")
+    dim = record.dim
+    for offset, sizes in _boxes(start, stop, tuple(local_shape)):
+        first = _flat_index(offset, local_shape) - start
+        box = flat_data[first : first + math.prod(sizes)].view(sizes)
+        for section in record.sections:
+            low = max(offset[dim], section.start)
+            high = min(offset[dim] + sizes[dim], section.start + section.length)
+            if low < high:
+                data = box.narrow(dim, low - offset[dim], high - low)
+                where = _offset(section, dim, offset, low)
+                yield section, Piece(where, data, write and section.copy_index == 0)
+
+
+def _offset(section: Section, dim: int, local: Sequence[int], at: int) -> tuple[int, ...]:
+    """The global offset of the local offset `local`, whose entry along `dim` is `at`."""
+    offset = list(local)
+    offset[dim] = section.offset + at - section.start
+    return tuple(offset)
+
+
+def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    flat = 0
+    for i, size in zip(index, shape, strict=True):
+        flat = flat * size + i
+    return flat
+
+
+def _boxes(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the flat range `[start, stop)` of a tensor of `shape` into rectangles: (offset, sizes).
+
+    A matrix gives at most three: the rest of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows are [first, last)
+    if first > last:  # within one row
+        first = last = start // row
+        head, tail = (0, 0), (start - first * row, stop - first * row)
+    else:
+        head, tail = (start - (first - 1) * row, row), (0, stop - last * row)
+        if start == first * row:
+            head = (0, 0)
+    for offset, sizes in _boxes(*head, shape[1:]):
+        yield (first - 1, *offset), (1, *sizes)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    for offset, sizes in _boxes(*tail, shape[1:]):
+        yield (last, *offset), (1, *sizes)

@@ -1,0 +1,172 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from megadiff.checkpoint.directory import (
+    TRACKER,
+    checkpoint_path,
+    list_steps,
+    read_tracker,
+    saving_path,
+)
+from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
+from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.checkpoint.state import Piece, ShardedTensor
+from megadiff.checkpoint.storage import load, read_metadata
+from tests.distributed import run_distributed
+
+
+def tensors(value, rank=0, world=1):
+    size = 12 // world
+    data = torch.full((size,), float(value))
+    return {"w": ShardedTensor((12,), torch.float32, [Piece((rank * size,), data)])}
+
+
+def save_steps(root, *steps, **options):
+    manager = CheckpointManager(root, **options)
+    for step in steps:
+        manager.save(step, tensors(step), {"run": {"step": step}})
+    return manager
+
+
+def loaded(path):
+    into = tensors(0)
+    load(path, into)
+    return into["w"].pieces[0].data.unique().tolist()
+
+
+def flip(path):
+    with path.open("r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)
+        file.seek(-100, 2)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def test_the_layout_is_megatrons(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    assert {p.name for p in tmp_path.iterdir()} == {TRACKER, "iter_0000010", "iter_0000020"}
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "20\n"
+    path = find_checkpoint(tmp_path)
+    assert path == tmp_path / "iter_0000020"
+    assert loaded(path) == [20]
+    assert read_metadata(path) == {"run": {"step": 20}}
+
+
+def test_the_tracker_and_a_named_step_choose(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    assert find_checkpoint(tmp_path, step=10) == checkpoint_path(tmp_path, 10)
+    (tmp_path / TRACKER).write_text("10")
+    assert find_checkpoint(tmp_path) == checkpoint_path(tmp_path, 10)
+
+
+def test_a_new_directory_has_nothing_to_load(tmp_path):
+    assert find_checkpoint(tmp_path / "new") is None
+    assert find_checkpoint(tmp_path) is None
+    saving_path(tmp_path, 10).mkdir()  # killed in the first save
+    assert find_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        find_checkpoint(tmp_path, step=10)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "tensors", "index", "manifest", "mark"])
+def test_a_damaged_newest_falls_back_to_the_newest_whole_one(tmp_path, caplog, damage):
+    save_steps(tmp_path, 10, 20, 30)
+    newest = checkpoint_path(tmp_path, 30)
+    if damage == "flip":
+        flip(newest / "__0_0.distcp")
+    elif damage == "truncate":
+        (newest / "__0_0.distcp").write_bytes((newest / "__0_0.distcp").read_bytes()[:-1])
+    elif damage == "tensors":
+        (newest / "__0_0.distcp").unlink()
+    elif damage == "index":
+        flip(newest / ".metadata")
+    elif damage == "manifest":
+        (newest / "manifest.json").write_text("{")
+    else:
+        (newest / "manifest.json").unlink()
+    assert find_checkpoint(tmp_path) == checkpoint_path(tmp_path, 20)
+    assert "iter_0000030: " in caplog.text
+    assert "loading" in caplog.text
+    with pytest.raises(CheckpointError, match="name another step"):
+        find_checkpoint(tmp_path, step=30)
+    if damage == "flip":
+        assert find_checkpoint(tmp_path, verify=False) == newest
+
+
+@pytest.mark.parametrize("tracker", [None, b"", b"junk", b"\xff\xfe", b"-3"])
+def test_without_a_readable_tracker_the_newest_is_loaded_and_said(tmp_path, caplog, tracker):
+    save_steps(tmp_path, 10, 20)
+    (tmp_path / TRACKER).unlink()
+    if tracker is not None:
+        (tmp_path / TRACKER).write_bytes(tracker)
+    assert find_checkpoint(tmp_path) == checkpoint_path(tmp_path, 20)
+    assert TRACKER in caplog.text
+
+
+def test_a_directory_without_a_whole_checkpoint_is_no_new_start(tmp_path):
+    save_steps(tmp_path, 10)
+    flip(checkpoint_path(tmp_path, 10) / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        find_checkpoint(tmp_path)
+    (tmp_path / TRACKER).unlink()
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_tracker_without_checkpoints_is_no_new_start(tmp_path):
+    (tmp_path / TRACKER).write_text("100\n")
+    with pytest.raises(CheckpointError, match="is there, but no checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_retention_keeps_the_last_every_mth_and_the_proven_one(tmp_path):
+    save_steps(tmp_path, *range(10, 100, 10), keep_last=2, keep_every=40, proven=30)
+    assert list_steps(tmp_path) == [30, 40, 80, 90]
+
+
+def test_retention_does_not_count_damaged_checkpoints(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    (checkpoint_path(tmp_path, 20) / "__0_0.distcp").unlink()
+    save_steps(tmp_path, 30, keep_last=2)
+    assert list_steps(tmp_path) == [10, 20, 30]
+    save_steps(tmp_path, 40, keep_last=2)
+    assert list_steps(tmp_path) == [20, 30, 40]
+
+
+def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    manager = CheckpointManager(tmp_path)
+    manager.save(10, tensors(-1), {})
+    assert loaded(checkpoint_path(tmp_path, 10)) == [-1]
+    assert read_tracker(tmp_path) == 10
+    assert list_steps(tmp_path) == [10, 20]
+
+
+def test_leftovers_of_a_crash_go_with_the_next_save(tmp_path):
+    saving_path(tmp_path, 10).mkdir(parents=True)
+    (saving_path(tmp_path, 10) / "__0_0.distcp").write_bytes(b"half")
+    save_steps(tmp_path, 20)
+    assert {p.name for p in tmp_path.iterdir()} == {TRACKER, "iter_0000020"}
+
+
+def save_on_all(root):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    CheckpointManager(root).save(5, tensors(5, rank, world), {})
+    path = find_checkpoint(root)
+    into = tensors(0, rank, world)
+    load(path, into)
+    assert into["w"].pieces[0].data.eq(5).all()
+    return path
+
+
+def find_on_all(root):
+    return find_checkpoint(root)
+
+
+def test_all_ranks_find_the_same(tmp_path):
+    assert run_distributed(4, save_on_all, tmp_path) == [checkpoint_path(tmp_path, 5)] * 4
+    assert loaded(checkpoint_path(tmp_path, 5)) == [5]
+    save_steps(tmp_path, 6)
+    flip(checkpoint_path(tmp_path, 6) / "__0_0.distcp")
+    assert run_distributed(2, find_on_all, tmp_path) == [checkpoint_path(tmp_path, 5)] * 2
