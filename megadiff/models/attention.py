@@ -1,7 +1,6 @@
 """Token mixers by attention: standard, DIFF V1 and DIFF V2.
 
-All take `[b, s, hidden]` (under sequence parallelism this rank's part of the sequence) and return
-the same. Head `i` of a differential mixer owns the query heads `2i` and `2i + 1`, its two branches.
+Head `i` of a differential mixer owns the query heads `2i` and `2i + 1`, its two branches.
 """
 
 import math
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from megadiff.config import ModelConfig
 from megadiff.kernels import attention, diff_attention, rotary
 from megadiff.models.geometry import Geometry, KeyValueCache
+from megadiff.models.mixer import Mixer
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.linear import (
     ColumnParallelLinear,
@@ -29,7 +29,7 @@ from megadiff.parallel.parameter import Init, Section, make_parameter
 _PAD = 64
 
 
-class _Attention(nn.Module):
+class _Attention(Mixer):
     """What the three mixers share: fused projection, rotary positions, packing, cache."""
 
     def __init__(
@@ -72,7 +72,6 @@ class _Attention(nn.Module):
         )
 
     def new_cache(self, max_length: int) -> KeyValueCache:
-        """An empty cache for sequences of up to `max_length` tokens."""
         return KeyValueCache(max_length)
 
     def heads(self, *projections: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,30 +179,34 @@ class DiffAttentionV1(_Attention):
         wide = torch.promote_types(dtype, torch.float32)
         factory: dict[str, Any] = {"dtype": wide, "device": device}
         normal = Init(config.diff_lambda_std)
-        for vector in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            full = f"{name}.{vector}"
-            if self.per_head:
-                s = shard(heads, heads, mesh.tp)
-                section = Section(full, (heads, width), 0, s.length, s.offset, "lambda", normal)
-                parameter = make_parameter((s.length, width), [section], **factory)
-            else:
+
+        def vector(which: str) -> nn.Parameter:
+            full = f"{name}.lambda_{which}"
+            if not self.per_head:
                 section = replicated(full, (width,), "lambda", normal, mesh.tp)
-                parameter = make_parameter((width,), [section], **factory)
-            self.register_parameter(vector, parameter)
+                return make_parameter((width,), [section], **factory)
+            s = shard(heads, heads, mesh.tp)
+            section = Section(full, (heads, width), 0, s.length, s.offset, "lambda", normal)
+            return make_parameter((s.length, width), [section], **factory)
+
+        self.lambda_q1, self.lambda_k1 = vector("q1"), vector("k1")
+        self.lambda_q2, self.lambda_k2 = vector("q2"), vector("k2")
         self.subln = None
         if config.diff_head_norm == "weight":
             ones = Init(mean=1.0)
             section = replicated(f"{name}.subln.weight", (value_width,), "vector", ones, mesh.tp)
             self.subln = make_parameter((value_width,), [section], **factory)
-        self.mean_lambda = torch.zeros(())
 
     def lambda_and_norm(self) -> tuple[Tensor, Tensor | None]:
         """lambda, a scalar or `[heads]` in at least float32, and the norm's weight.
 
         What all heads share has only a part of its gradient on each tensor-parallel rank.
         """
-        q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
-        norm_weight = self.subln
+        q1: Tensor = self.lambda_q1
+        k1: Tensor = self.lambda_k1
+        q2: Tensor = self.lambda_q2
+        k2: Tensor = self.lambda_k2
+        norm_weight: Tensor | None = self.subln
         if self.per_head and norm_weight is not None:
             (norm_weight,) = sum_gradients(self.tp, norm_weight)
         elif norm_weight is not None:
@@ -254,7 +257,6 @@ class DiffAttentionV2(_Attention):
             lambda_logits=True,
             **factory,
         )
-        self.mean_lambda = torch.zeros(())
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
         *projections, logits = self.qkv.split(self.qkv(x))

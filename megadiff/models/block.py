@@ -1,17 +1,19 @@
 """One block of the decoder: a token mixer and an MLP, each behind a norm and beside a residual."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from megadiff.config import ModelConfig, TokenMixer
 from megadiff.models.attention import DiffAttentionV1, DiffAttentionV2, StandardAttention
-from megadiff.models.geometry import Geometry, KeyValueCache
+from megadiff.models.geometry import Geometry
+from megadiff.models.mixer import Mixer
 from megadiff.models.mlp import MLP
 from megadiff.models.norm import Norm
 from megadiff.parallel.mesh import ParallelMesh
 
-MIXERS: dict[TokenMixer, type[nn.Module]] = {
+MIXERS: dict[TokenMixer, Callable[..., Mixer]] = {
     "standard": StandardAttention,
     "diff_v1": DiffAttentionV1,
     "diff_v2": DiffAttentionV2,
@@ -30,6 +32,6 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config, mesh, f"{name}.mlp_norm", **factory)
         self.mlp = MLP(config, mesh, f"{name}.mlp", **factory)
 
-    def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, geometry: Geometry, cache: Any = None) -> Tensor:
         x = x + self.mixer(self.mixer_norm(x), geometry, cache)
         return x + self.mlp(self.mlp_norm(x))

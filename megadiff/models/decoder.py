@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megadiff.config import ModelConfig
 from megadiff.kernels import rotary_cos_sin
 from megadiff.models.block import Block
-from megadiff.models.geometry import Geometry, KeyValueCache
+from megadiff.models.geometry import Geometry
 from megadiff.models.norm import Norm
 from megadiff.parallel.collectives import copy_to_group, gather_sequence
 from megadiff.parallel.embedding import (
@@ -52,6 +52,9 @@ class Decoder(nn.Module):
         stage = stage or Stage(range(config.num_layers))
         self.config, self.mesh, self.stage = config, mesh, stage
         self.vocab_size: int = config.vocab_size
+        self.dtype = dtype
+        mixers = {config.mixer_of_layer(layer) for layer in stage.layers}
+        self.rotary_widths = sorted({config.head_width(mixer) for mixer in mixers})
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         tied = not config.untie_embeddings_and_output_weights
         init = Init(config.init_method_std)
@@ -91,7 +94,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: Sequence[KeyValueCache] | None = None,
+        cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """Run this stage.
 
@@ -105,7 +108,7 @@ class Decoder(nn.Module):
             x = vocab_parallel_embedding(x, self.embedding, self.mesh)
             if self.position_embedding is not None:
                 x = self.position_embedding(x, positions)
-        for index, block in enumerate(self.layers.values()):
+        for index, block in enumerate(self.blocks):
             x = block(x, geometry, cache[index] if cache is not None else None)
         if self.final_norm is None or self.output is None:
             return x
@@ -119,9 +122,14 @@ class Decoder(nn.Module):
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.mesh.tp)
 
-    def new_cache(self, max_length: int) -> list[KeyValueCache]:
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of this stage, in order."""
+        return [cast(Block, block) for block in self.layers.values()]
+
+    def new_cache(self, max_length: int) -> list[Any]:
         """One empty cache for each layer of this stage."""
-        return [block.mixer.new_cache(max_length) for block in self.layers.values()]
+        return [block.mixer.new_cache(max_length) for block in self.blocks]
 
     def mean_lambdas(self) -> dict[int, Tensor]:
         """Mean lambda of each differential layer of this stage in its last forward pass.
@@ -129,15 +137,15 @@ class Decoder(nn.Module):
         A mean over this rank's heads (and for DIFF V2 over its tokens).
         """
         return {
-            int(layer): block.mixer.mean_lambda
-            for layer, block in self.layers.items()
-            if hasattr(block.mixer, "mean_lambda")
+            layer: block.mixer.mean_lambda
+            for layer, block in zip(self.stage.layers, self.blocks, strict=True)
+            if block.mixer.mean_lambda is not None
         }
 
     def _geometry(self, positions: Tensor, cu_seqlens: Tensor | None) -> Geometry:
         rotary = {}
         if self.config.position_embedding_type == "rope":
-            mixers = {self.config.mixer_of_layer(layer) for layer in self.stage.layers}
-            for width in {self.config.head_width(mixer) for mixer in mixers}:
-                rotary[width] = rotary_cos_sin(positions, width, self.config.rotary_base)
+            at = positions.double() if self.dtype == torch.float64 else positions
+            for width in self.rotary_widths:
+                rotary[width] = rotary_cos_sin(at, width, self.config.rotary_base)
         return Geometry(positions, cu_seqlens, rotary)

@@ -1,5 +1,7 @@
 """The norms of the blocks, on whole sequences or on their shards."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -39,9 +41,11 @@ class Norm(nn.Module):
             self.bias = make_parameter(shape, [section], dtype=wide, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        parameters: Sequence[Tensor] = (
+            [self.weight] if self.bias is None else [self.weight, self.bias]
+        )
         if self.mesh.sequence_parallel:  # each rank sees only its part of the sequence
             parameters = sum_gradients(self.mesh.tp, *parameters)
         if self.layer_norm:
-            return layer_norm(x, *parameters, self.epsilon)
+            return layer_norm(x, parameters[0], parameters[1], self.epsilon)
         return rms_norm(x, parameters[0], self.epsilon)

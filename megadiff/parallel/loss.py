@@ -29,7 +29,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, labels, maximum, total = ctx.saved_tensors
         grad_logits = cross_entropy_grad(
-            logits, labels, ctx.start, ctx.vocab_size, maximum, total, grad
+            logits, labels, maximum, total, grad, ctx.start, ctx.vocab_size
         )
         return grad_logits, None, None, None
 
