@@ -413,12 +413,17 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return str(value)
     if hint is bool and isinstance(value, bool):
         return value
-    if hint in (int, float) and not isinstance(value, bool):
+    if (
+        hint in (int, float)
+        and isinstance(value, (int, float, str))
+        and not isinstance(value, bool)
+    ):
         try:
-            number = float(value)
-            if hint is float or number == int(number):
-                return hint(value) if isinstance(value, int) else hint(number)
-        except (TypeError, ValueError, OverflowError):
+            if hint is float:
+                return float(value)
+            if isinstance(value, int) or float(value).is_integer():
+                return int(value) if isinstance(value, int) else int(float(value))
+        except (ValueError, OverflowError):
             pass
     raise ConfigError(f"{where}: expected {hint.__name__}, found {value!r}")
 
@@ -482,7 +487,8 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
             f"--hybrid-layer-pattern has {len(pattern)} symbols, which do not divide "
             f"--num-layers {m.num_layers}",
         )
-    for mixer in {m.mixer_of_layer(layer) for layer in range(m.num_layers)}:
+    mixers: set[TokenMixer] = {m.mixer_of_layer(layer) for layer in range(m.num_layers)}
+    for mixer in mixers:
         heads = m.num_attention_heads * (2 if mixer == "diff_v1" else 1)
         _require(
             m.kv_channels is not None or m.hidden_size % heads == 0,

@@ -144,7 +144,8 @@ class DiffAttentionV1(_Attention):
     """Differential attention as first published (arXiv 2410.05258, section 2.1).
 
     Each branch has keys of its own, a pair shares values of twice the width, and lambda comes from
-    four vectors. Each head is normalised and scaled by 1 - lambda_init.
+    four vectors. Each head is normalised and scaled by 1 - lambda_init; the factor makes up for the
+    norm's effect on gradients, so without the norm there is none.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class DiffAttentionV1(_Attention):
             cache=cache,
             norm_weight=norm_weight,
             norm_eps=self.norm_epsilon,
-            out_scale=1 - self.lambda_init,
+            out_scale=None if self.norm_epsilon is None else 1 - self.lambda_init,
         )
         return self.out(y)
 

@@ -23,13 +23,14 @@ class PendingGather:
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.axis = axis
         self.x = x.contiguous()
-        self.out = x.new_empty((axis.size, *x.shape))
+        self.out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
         self.work = all_gather_single(self.out, self.x, group=axis.group, async_op=True)
 
     def wait(self) -> Tensor:
         assert self.work is not None
         self.work.wait()
-        return self.out.movedim(0, 1).flatten(1, 2)  # a copy only for more than one sequence
+        parts = self.out.unflatten(0, (self.axis.size, -1))
+        return parts.movedim(0, 1).flatten(1, 2)  # a copy only for more than one sequence
 
 
 class PendingReduceScatter:
@@ -38,8 +39,8 @@ class PendingReduceScatter:
     def __init__(self, x: Tensor, axis: Axis) -> None:
         batch, sequence = x.shape[:2]
         parts = x.reshape(batch, axis.size, sequence // axis.size, *x.shape[2:]).movedim(1, 0)
-        self.parts = parts.contiguous()
-        self.out = torch.empty_like(self.parts[0])
+        self.parts = parts.flatten(0, 1)
+        self.out = self.parts.new_empty((batch, *self.parts.shape[1:]))
         self.work = reduce_scatter_single(self.out, self.parts, group=axis.group, async_op=True)
 
     def wait(self) -> Tensor:

@@ -1,0 +1,94 @@
+"""A model split over tensor-parallel ranks has the losses and gradients of the whole one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megadiff.config import ModelConfig
+from megadiff.models.decoder import Decoder
+from megadiff.parallel.mesh import ParallelMesh, build_mesh
+from megadiff.parallel.parameter import initialize, local_view, record_of
+from tests.distributed import run_distributed
+
+TOLERANCE = 1e-9  # float64, where only the order of sums differs
+
+CASES = {
+    "standard": ModelConfig(token_mixer="standard"),
+    "standard_layernorm_gelu_bias": ModelConfig(
+        token_mixer="standard", normalization="LayerNorm", swiglu=False, mlp_bias=True
+    ),
+    "diff_v1": ModelConfig(token_mixer="diff_v1"),
+    "diff_v1_per_head_learned_positions": ModelConfig(
+        token_mixer="diff_v1", diff_lambda_per_head=True, position_embedding_type="learned_absolute"
+    ),
+    "diff_v1_no_norm": ModelConfig(
+        token_mixer="diff_v1", diff_head_norm="none", diff_value_width="d", diff_lambda_init=0.5
+    ),
+    "diff_v2": ModelConfig(token_mixer="diff_v2"),
+    "pattern_untied": ModelConfig(
+        hybrid_layer_pattern="12", untie_embeddings_and_output_weights=True
+    ),
+}
+
+
+def small(config: ModelConfig, groups: int) -> ModelConfig:
+    return replace(
+        config,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=groups,
+        ffn_hidden_size=48,
+        vocab_size=37,
+        make_vocab_size_divisible_by=4,
+    )
+
+
+def loss_and_gradients(config: ModelConfig, mesh: ParallelMesh, packed: bool):
+    """The mean loss and, by global name, this rank's (offset, dim, gradient) of each section."""
+    model = Decoder(config, mesh, max_positions=8, dtype=torch.float64)
+    initialize(model, seed=7)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, config.vocab_size, (2, 9), generator=generator)
+    positions = torch.arange(8).expand(2, 8)
+    cu_seqlens = None
+    if packed:
+        cu_seqlens = torch.tensor([0, 3, 3, 8, 13, 16, 16], dtype=torch.int32)
+    losses = model(tokens[:, :-1], positions, tokens[:, 1:], cu_seqlens)
+    mask = torch.rand(2, 8, generator=generator) < 0.7
+    loss = (losses * mask).sum() / mask.sum()
+    loss.backward()
+    gradients = {}
+    for parameter in model.parameters():
+        record = record_of(parameter)
+        assert parameter.grad is not None
+        for s in record.sections:
+            gradient = local_view(parameter.grad, s, record.dim)
+            gradients[s.name] = (s.offset, record.dim, gradient)
+    return loss.item(), gradients
+
+
+def split_job(config: ModelConfig, kv_copies: int, sequence_parallel: bool, packed: bool):
+    world = torch.distributed.get_world_size()
+    mesh = build_mesh(tensor=world, kv_copies=kv_copies, sequence_parallel=sequence_parallel)
+    return loss_and_gradients(config, mesh, packed)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("world", "groups", "sequence_parallel", "packed"),
+    [(2, 4, False, False), (4, 2, True, True)],
+    ids=["tp2", "tp4_kv2_sp_packed"],
+)
+def test_split_equals_whole(case, world, groups, sequence_parallel, packed):
+    config = small(CASES[case], groups)
+    loss, gradients = loss_and_gradients(config, ParallelMesh(), packed)
+    copies = max(1, world // groups)
+    ranks = run_distributed(world, split_job, config, copies, sequence_parallel, packed)
+    for rank_loss, rank_gradients in ranks:
+        assert rank_loss == pytest.approx(loss, rel=TOLERANCE)
+        for name, (offset, dim, ours) in rank_gradients.items():
+            whole = gradients[name][2]
+            expected = whole.narrow(dim, offset, ours.shape[dim])
+            assert (ours - expected).norm() <= TOLERANCE * whole.norm(), name

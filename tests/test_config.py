@@ -1,0 +1,123 @@
+"""Defaults, files and flags; what contradicts itself is refused with the numbers."""
+
+import pytest
+
+from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
+
+RUN = ["--train-iters", "10"]
+
+
+def test_flags_win_over_files_and_files_over_defaults(tmp_path):
+    file = tmp_path / "model.yaml"
+    file.write_text("model:\n  num_layers: 3\n  hidden-size: 96\noptimizer:\n  lr: 1e-4\n")
+    config = load_config(["--config", str(file), "--num-layers", "5"])
+    assert (config.model.num_layers, config.model.hidden_size) == (5, 96)
+    assert config.optimizer.lr == 1e-4
+    assert config.model.num_attention_heads == Config().model.num_attention_heads
+
+
+def test_the_resolved_configuration_reads_back(tmp_path):
+    config = load_config([*RUN, "--data-path", "0.3", "a", "0.7", "b", "--no-swiglu", "--bf16"])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load_config(["--config", str(file)]) == config
+
+
+def test_megatron_spellings():
+    assert not load_config(["--disable-bias-linear"]).model.mlp_bias
+    assert load_config(["--attention-dropout", "0"]).model.attention_dropout == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  num_layer: 3\n", "unknown key model.num_layer; did you mean num_layers?"),
+        ("modle:\n  num_layers: 3\n", "unknown section 'modle'; did you mean model?"),
+        ("model:\n  num_layers: three\n", "model.num_layers: expected int, found 'three'"),
+        ("model:\n  num_layers: 2.5\n", "expected int, found 2.5"),
+        ("model:\n  swiglu: 1\n", "model.swiglu: expected bool, found 1"),
+        ("model:\n  token_mixer: diff\n", "'diff' is none of standard"),
+        ("data:\n  data_path: corpus\n", "expected a list, found 'corpus'"),
+        ("model: [\n", "not valid YAML"),
+        ("- model\n", "expected sections"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(["--config", str(file)])
+    assert str(file) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_missing_file():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config(["--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers?"),
+        (["--num-layers", "three"], "invalid int value: 'three'"),
+    ],
+)
+def test_bad_flags(flags, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(flags)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "message"),
+    [
+        ([], 1, "--train-iters is missing"),
+        ([*RUN, "--hidden-dropout", "0.1"], 1, "dropout is not offered"),
+        ([*RUN, "--num-query-groups", "5"], 1, "12 is not a multiple of --num-query-groups 5"),
+        ([*RUN, "--hidden-size", "100"], 1, "--hidden-size 100 is not a multiple of the 12"),
+        ([*RUN, "--hidden-size", "36"], 1, "even head width, and diff_v2 has 3"),
+        ([*RUN, "--tensor-model-parallel-size", "2"], 3, "world size 3 is not a multiple"),
+        ([*RUN, "--tensor-model-parallel-size", "5"], 5, "12 is not a multiple of --tensor"),
+        ([*RUN, "--global-batch-size", "6", "--micro-batch-size", "2"], 2, "2 x data-parallel"),
+        ([*RUN, "--hybrid-layer-pattern", "12x"], 1, "may only hold"),
+        ([*RUN, "--hybrid-layer-pattern", "12121"], 1, "5 symbols, which do not divide"),
+        ([*RUN, "--bf16", "--fp16"], 1, "at most one of"),
+        ([*RUN, "--min-lr", "1"], 1, "--min-lr 1.0 must lie between 0 and --lr 0.0003"),
+        ([*RUN, "--lr-warmup-iters", "11"], 1, "longer than the schedule of 10 steps"),
+        ([*RUN, "--save-interval", "5"], 1, "without --save"),
+        ([*RUN, "--num-layers", "0"], 1, "--num-layers is 0, must be positive"),
+        (
+            [
+                *RUN,
+                *("--position-embedding-type", "learned_absolute"),
+                *("--max-position-embeddings", "64", "--seq-length", "128"),
+            ],
+            1,
+            "--seq-length 128 is longer than --max-position-embeddings 64",
+        ),
+        (
+            [*RUN, "--num-query-groups", "3", "--tensor-model-parallel-size", "2"],
+            2,
+            "--num-query-groups 3 and --tensor-model-parallel-size 2",
+        ),
+        (
+            [*RUN, "--sequence-parallel", "--seq-length", "9", "--tensor-model-parallel-size", "2"],
+            2,
+            "--seq-length 9 is not a multiple",
+        ),
+    ],
+)
+def test_contradictions(flags, world, message):
+    with pytest.raises(ConfigError) as error:
+        validate(load_config(flags), world)
+    assert message in str(error.value)
+
+
+def test_defaults_that_depend_on_others():
+    config = load_config([*RUN, "--micro-batch-size", "2", "--tensor-model-parallel-size", "2"])
+    validate(config, 8)
+    assert config.training.global_batch_size == 8
+    model = config.model
+    assert model.ffn_size == 2048
+    assert (model.head_width("diff_v2"), model.head_width("diff_v1")) == (64, 32)
