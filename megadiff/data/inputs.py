@@ -1,0 +1,333 @@
+"""Raw text files of many kinds, cut into blocks of whole documents that a worker can take.
+
+What a file is, its first bytes say: gzip, zstd, xz, bzip2, Parquet; names decide only between JSON
+lines and plain text (`.txt`).
+"""
+
+import bz2
+import glob
+import gzip
+import lzma
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from megadiff.data.indexed_dataset import DataError
+
+Kind = Literal["jsonl", "text", "parquet", "error"]
+
+BLOCK = 1 << 19  # bytes of text that a worker takes at a time
+LONGEST = 1 << 30  # bytes of one document: beyond, a file is no text with line ends
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", *TEXT_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where reading goes on: in which input, after how many bytes (rows) and lines of its
+    content."""
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole documents of one input. A block of kind "error" has the reason as its data.
+
+    `line` counts the lines (documents of plain text, rows) before the block; `disk_bytes` is how
+    much of the input file has been read; `after` is where the next block begins.
+    """
+
+    kind: Kind
+    source: str
+    line: int
+    data: bytes
+    after: Position
+    disk_bytes: int
+
+
+def list_inputs(words: Sequence[str]) -> list[str]:
+    """Files that `--input` names: files, globs, folders (searched through), `-` for standard input.
+
+    Folders and globs give files in natural order (part-2 before part-10), without hidden ones.
+    """
+    found: list[str] = []
+    for word in words:
+        if word == "-" or Path(word).is_file():
+            found.append(word)
+        elif Path(word).is_dir():
+            files = [str(p) for p in Path(word).rglob("*") if p.is_file() and _is_text_name(p)]
+            hidden = re.compile(r"/\.")
+            files = [f for f in files if not hidden.search(f.removeprefix(word.rstrip("/")))]
+            if not files:
+                raise DataError(f"--input {word}: no {', '.join(SUFFIXES)} file in this folder")
+            found += sorted(files, key=natural_key)
+        else:
+            names = glob.glob(word, recursive=True)  # noqa: PTH207 (Path takes no absolute pattern)
+            files = [f for f in names if Path(f).is_file()]
+            if not files:
+                raise DataError(f"--input {word}: no such file")
+            found += sorted(files, key=natural_key)
+    for path in found:
+        if found.count(path) > 1:
+            raise DataError(f"--input names {path} more than once")
+    return found
+
+
+def natural_key(path: str) -> list[tuple[int, str]]:
+    """Sorts digits by their number and the rest as text."""
+    parts = re.split(r"(\d+)", path)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _is_text_name(path: Path) -> bool:
+    name = path.name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name.endswith(SUFFIXES)
+
+
+def read_blocks(
+    paths: Sequence[str],
+    start: Position,
+    *,
+    keys: Sequence[str],
+    separator: bytes | None,
+    input_format: Literal["auto", "jsonl", "text"] = "auto",
+) -> Iterator[Block]:
+    """Blocks of all `paths` from `start` on, in order.
+
+    `keys` are the columns to read of Parquet files; `separator` ends a document of plain text
+    (None: a file is one document). What is wrong with a file comes as a block of kind "error".
+    """
+    for number in range(start.file, len(paths)):
+        path = paths[number]
+        position = start if number == start.file else Position(number)
+        try:
+            if path != "-" and _begins_with(path, b"PAR1"):
+                yield from _parquet_blocks(path, position, keys)
+            else:
+                kind = _kind(path, input_format)
+                end = b"\n" if kind == "jsonl" else separator
+                yield from _text_blocks(path, kind, position, end)
+        except (OSError, EOFError, lzma.LZMAError, DataError) as error:
+            yield Block("error", path, 0, str(error).encode(), Position(number + 1), 0)
+
+
+def _begins_with(path: str, magic: bytes) -> bool:
+    with Path(path).open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
+def _kind(path: str, input_format: str) -> Kind:
+    if input_format != "auto":
+        return "text" if input_format == "text" else "jsonl"
+    name = path.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    if name.endswith(".parquet"):
+        raise DataError("not a Parquet file (it does not begin with PAR1)")
+    return "text" if name.endswith(TEXT_SUFFIXES) else "jsonl"
+
+
+def _text_blocks(path: str, kind: Kind, position: Position, end: bytes | None) -> Iterator[Block]:
+    """Blocks that stop after an `end`; the last may lack it."""
+    offset, line = position.offset, position.line
+    stream = _open(path)
+    try:
+        chunks = stream.chunks(offset)
+        for data in _cut(chunks, end):
+            offset += len(data)
+            count = data.count(end) if end else 0
+            if not end or not data.endswith(end):
+                count += 1
+            after = Position(position.file, offset, line + count)
+            yield Block(kind, path, line, data, after, stream.disk_bytes())
+            line += count
+    finally:
+        stream.close()
+
+
+def _cut(chunks: Iterator[bytes], end: bytes | None) -> Iterator[bytes]:
+    """Regroup `chunks` so that all but the last piece stop after an `end`."""
+    held: list[bytes] = []  # without a whole `end` in it
+    size = 0
+    failure: Exception | None = None
+    while True:
+        try:
+            chunk = next(chunks, b"")
+        except (OSError, EOFError, lzma.LZMAError, DataError) as error:
+            chunk, failure = b"", error
+        if not chunk:
+            break
+        cut = _last_end(held, chunk, end) if end else 0
+        if cut:
+            yield b"".join([*held, chunk[:cut]])
+            held, size = [], 0
+        if chunk[cut:]:
+            held.append(chunk[cut:])
+            size += len(held[-1])
+        if size > LONGEST:
+            raise DataError(f"a document of more than {LONGEST} bytes: is this a text file?")
+    if failure:
+        raise failure
+    if held:
+        yield b"".join(held)
+
+
+def _last_end(held: list[bytes], chunk: bytes, end: bytes) -> int:
+    """How much of `chunk` belongs to documents that end in it, also where `end` began in `held`."""
+    tail = b""
+    for piece in reversed(held):
+        tail = piece[len(tail) - len(end) + 1 :] + tail if len(end) > 1 else b""
+        if len(tail) >= len(end) - 1:
+            break
+    tail = tail[len(tail) - len(end) + 1 :] if len(end) > 1 else b""
+    found = (tail + chunk).rfind(end)
+    return found + len(end) - len(tail) if found >= 0 else 0
+
+
+@dataclass
+class _Stream:
+    """A file opened for reading, as the bytes of its content after decompression."""
+
+    file: BinaryIO
+    read: Callable[[], bytes] | None  # the next bytes of the content; None: those of the file
+
+    def chunks(self, offset: int) -> Iterator[bytes]:
+        """The content from byte `offset` on."""
+        if self.read is None and offset:
+            self.file.seek(offset)
+            offset = 0
+        read = self.read or (lambda: self.file.read(BLOCK))
+        while chunk := read():
+            if offset >= len(chunk):
+                offset -= len(chunk)
+            else:
+                yield chunk[offset:]
+                offset = 0
+
+    def disk_bytes(self) -> int:
+        return self.file.tell() if self.file is not sys.stdin.buffer else 0
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _open(path: str) -> _Stream:
+    if path == "-":
+        return _Stream(sys.stdin.buffer, None)
+    file = Path(path).open("rb")  # noqa: SIM115 (the stream closes it)
+    magic = file.read(6)
+    file.seek(0)
+    if not magic and path.lower().endswith(COMPRESSED):
+        raise DataError("a compressed file of 0 bytes: was it cut off?")
+    if magic[:2] == b"\x1f\x8b":
+        return _Stream(file, _reader(gzip.GzipFile(fileobj=file)))
+    if magic == b"\xfd7zXZ\x00":
+        return _Stream(file, _reader(lzma.LZMAFile(file)))
+    if magic[:3] == b"BZh":
+        return _Stream(file, _reader(bz2.BZ2File(file)))
+    if magic[:4] == b"\x28\xb5\x2f\xfd" or (magic[1:4] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
+        pieces = _zstd(file)
+        return _Stream(file, lambda: next(pieces, b""))
+    return _Stream(file, None)
+
+
+def _reader(file: gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File) -> Callable[[], bytes]:
+    return lambda: file.read(BLOCK)
+
+
+def _zstd(file: BinaryIO) -> Iterator[bytes]:
+    """All frames of a zstd file; one that ends inside a frame is an error."""
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise DataError("zstd needs the library zstandard: pip install 'megadiff[data]'") from None
+    library = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame = library.decompressobj()
+    pending, inside = b"", False
+    while data := pending or file.read(BLOCK // 4):
+        try:
+            piece = frame.decompress(data)
+        except zstandard.ZstdError as error:
+            raise DataError(f"damaged zstd: {error}") from None
+        pending, inside = b"", True
+        if frame.eof:
+            pending, inside = frame.unused_data, False
+            frame = library.decompressobj()
+        if piece:
+            yield piece
+    if inside:
+        raise DataError("zstd stream ends early: the file was cut off")
+
+
+def _parquet_blocks(path: str, position: Position, keys: Sequence[str]) -> Iterator[Block]:
+    """Row batches in Arrow's stream format, the columns as bytes."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise DataError("Parquet needs the library pyarrow: pip install 'megadiff[data]'") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow, keys)
+            size = Path(path).stat().st_size
+            rows = max(file.metadata.num_rows, 1)
+            done = 0  # rows before the current row group
+            for group in range(file.num_row_groups):
+                meta = file.metadata.row_group(group)
+                if done + meta.num_rows <= position.offset:
+                    done += meta.num_rows
+                    continue
+                step = max(1, BLOCK * meta.num_rows // max(meta.total_byte_size, 1))
+                at = done
+                done += meta.num_rows
+                batches = file.iter_batches(min(step, 65536), [group], list(keys))
+                for batch in batches:
+                    begin, at = at, at + batch.num_rows
+                    if at <= position.offset:
+                        continue
+                    if begin < position.offset:
+                        batch = batch.slice(position.offset - begin)
+                        begin = position.offset
+                    columns = [batch.column(key).cast(pa.large_binary()) for key in keys]
+                    data = _arrow_bytes(pa.record_batch(columns, names=list(keys)))
+                    after = Position(position.file, at, at)
+                    yield Block("parquet", path, begin, data, after, size * at // rows)
+    except pa.ArrowException as error:
+        raise DataError(f"damaged Parquet: {error}") from None
+
+
+def _check_columns(schema, keys: Sequence[str]) -> None:
+    import pyarrow as pa
+
+    for key in keys:
+        if key not in schema.names:
+            raise DataError(f"no column {key!r}; it has {', '.join(schema.names)}")
+        kind = schema.field(key).type
+        if not any(
+            test(kind)
+            for test in (
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_binary,
+                pa.types.is_large_binary,
+            )
+        ):
+            raise DataError(f"column {key!r} is {kind}, not text")
+
+
+def _arrow_bytes(batch) -> bytes:
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()

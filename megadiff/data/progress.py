@@ -1,0 +1,66 @@
+"""Progress of long work: one line that is redrawn on a terminal, lines now and then elsewhere."""
+
+import sys
+import time
+
+
+class Progress:
+    """Documents/s, MB/s, tokens/s and the time left of reading `total` bytes (0: not known).
+
+    A line goes to standard error every `log_interval` documents, and on a terminal it is redrawn
+    five times a second instead.
+    """
+
+    def __init__(self, total: int, log_interval: int) -> None:
+        self._total = total
+        self._interval = log_interval
+        self._terminal = sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._next = log_interval
+        self._first: tuple[int, int, int, int] | None = None
+
+    def update(self, read: int, documents: int, text_bytes: int, tokens: int) -> None:
+        """`read` input bytes so far, with what came of them."""
+        now = time.monotonic()
+        if self._first is None:  # what an interrupted run had done does not count as speed
+            self._first = (read, documents, text_bytes, tokens)
+            self._began = now
+            self._next = documents + self._interval
+            return
+        if self._terminal:
+            due = now - self._shown >= 0.2
+        else:
+            due = documents >= self._next
+        if not due:
+            return
+        self._shown = now
+        self._next = documents + self._interval
+        seconds = max(now - self._began, 1e-9)
+        read_rate, document_rate, byte_rate, token_rate = (
+            (value - first) / seconds
+            for value, first in zip((read, documents, text_bytes, tokens), self._first, strict=True)
+        )
+        line = (
+            f"processed {documents} documents ({document_rate:.0f} docs/s, "
+            f"{byte_rate / 1e6:.1f} MB/s, {token_rate:.0f} tokens/s)"
+        )
+        if self._total and read_rate > 0:
+            left = (self._total - read) / read_rate
+            line += f", {100 * read / self._total:.1f} %, {clock(left)} left"
+        if self._terminal:
+            sys.stderr.write(f"\r\x1b[K{line}")
+        else:
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

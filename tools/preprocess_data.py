@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Turn raw text into the `.bin/.idx` datasets that training reads."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megadiff.data.indexed_dataset import DataError
+from megadiff.data.preprocess import PreprocessSettings, TokenizerSettings, Totals, preprocess
+from megadiff.data.progress import clock
+from megadiff.data.tokenizers import TYPES
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files (JSON lines, Parquet, .txt; plain, gzip, zstd, xz, bz2), globs, folders, or - "
+        "for standard input",
+    )
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to read")
+    group.add_argument("--input-format", choices=["auto", "jsonl", "text"], default="auto")
+    group.add_argument(
+        "--document-separator",
+        help=r"ends a document of plain text, such as '\n\n\n' (default: a file is one document)",
+    )
+    group.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
+    group.add_argument("--on-error", choices=["stop", "skip"], default="stop")
+    group.add_argument("--max-errors", type=int, default=1000, help="most that skip passes over")
+
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", choices=TYPES, required=True)
+    group.add_argument(
+        "--tokenizer-model", help="SentencePiece model, tokenizer.json, tiktoken ranks"
+    )
+    group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=int, help="of NullTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=["cl100k", "o200k"], default="cl100k")
+    group.add_argument("--append-eod", action="store_true", help="end documents with its token")
+    group.add_argument("--bos", action="store_true", help="begin documents with its token")
+
+    group = parser.add_argument_group("output and work")
+    group.add_argument(
+        "--output-prefix", required=True, help="writes PREFIX_KEY_document.{bin,idx}"
+    )
+    group.add_argument(
+        "--overwrite", action="store_true", help="replace output, discard unfinished work"
+    )
+    group.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    group.add_argument(
+        "--partitions",
+        type=int,
+        help="times that work is made durable; an interrupted run goes on from the last "
+        "(default: every 256 MB of text)",
+    )
+    group.add_argument(
+        "--log-interval", type=int, default=100_000, help="documents between log lines"
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="always so: the output is the same for any number of workers",
+    )
+    return parser.parse_args(words)
+
+
+def settings_of(arguments: argparse.Namespace) -> PreprocessSettings:
+    if arguments.workers < 1:
+        raise DataError(f"--workers {arguments.workers}: at least 1")
+    separator = arguments.document_separator
+    if separator is not None:
+        separator = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    partition_bytes = PreprocessSettings.partition_bytes
+    if arguments.partitions is not None:
+        if arguments.partitions < 1:
+            raise DataError(f"--partitions {arguments.partitions}: at least 1")
+        size = sum(Path(p).stat().st_size for p in arguments.input if Path(p).is_file())
+        partition_bytes = max(1, size // arguments.partitions)
+    return PreprocessSettings(
+        inputs=arguments.input,
+        output_prefix=arguments.output_prefix,
+        tokenizer=TokenizerSettings(
+            tokenizer_type=arguments.tokenizer_type,
+            tokenizer_model=arguments.tokenizer_model,
+            vocab_file=arguments.vocab_file,
+            merge_file=arguments.merge_file,
+            vocab_size=arguments.vocab_size,
+            tiktoken_pattern=arguments.tiktoken_pattern,
+        ),
+        keys=arguments.json_keys,
+        input_format=arguments.input_format,
+        separator=separator,
+        append_eod=arguments.append_eod,
+        bos=arguments.bos,
+        split_sentences=arguments.split_sentences,
+        workers=arguments.workers,
+        partition_bytes=partition_bytes,
+        on_error=arguments.on_error,
+        max_errors=arguments.max_errors,
+        overwrite=arguments.overwrite,
+        log_interval=arguments.log_interval,
+    )
+
+
+def report(totals: Totals, seconds: float, outputs: list[str]) -> str:
+    lines = [
+        f"documents {totals.documents} ({totals.empty} empty, left out), skipped {totals.skipped}",
+        *(f"  {count} x {reason}" for reason, count in sorted(totals.reasons.items())),
+        f"tokens {totals.tokens}, {totals.text_bytes / totals.tokens:.3f} bytes per token, "
+        f"longest document {totals.longest} tokens",
+        f"time {clock(seconds)}, {totals.text_bytes / seconds / 1e6:.2f} MB/s, "
+        f"{totals.tokens / seconds:.0f} tokens/s",
+        f"wrote {' '.join(outputs)} (.bin, .idx)",
+    ]
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    began = time.monotonic()
+    try:
+        settings = settings_of(arguments)
+        totals = preprocess(settings)
+    except DataError as error:
+        print(f"preprocess_data: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    print(report(totals, time.monotonic() - began, settings.outputs()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Train a SentencePiece tokenizer on raw text."""
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megadiff.data.documents import Problem, read_documents
+from megadiff.data.indexed_dataset import DataError
+from megadiff.data.inputs import Position, list_inputs, read_blocks
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", nargs="+", required=True, help="as in preprocess_data.py")
+    parser.add_argument("--json-key", default="text")
+    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.model, PREFIX.vocab")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--model-type", choices=["unigram", "bpe"], default="unigram")
+    parser.add_argument(
+        "--byte-fallback",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="unknown characters become bytes, so that any text can be read back",
+    )
+    parser.add_argument("--character-coverage", type=float, default=0.9995)
+    parser.add_argument(
+        "--sample-bytes",
+        type=int,
+        default=1 << 30,
+        help="text to train on; of a larger corpus documents are drawn at random",
+    )
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--threads", type=int, default=16)
+    return parser.parse_args(words)
+
+
+def read_texts(inputs: list[str], key: str) -> Iterator[str]:
+    """All documents of `inputs`; a bad one is an error."""
+    for block in read_blocks(list_inputs(inputs), Position(), keys=[key], separator=None):
+        for document in read_documents(block, [key], None):
+            if isinstance(document, Problem):
+                raise DataError(str(document))
+            if document[0].strip():
+                yield document[0]
+
+
+def sample_texts(texts: Iterator[str], budget: int, seed: int) -> list[str]:
+    """About `budget` bytes of documents, each as likely as any other to be among them.
+
+    Documents get random keys and those with the smallest keep their place while they fit the
+    budget.
+    """
+    rng = random.Random(seed)
+    kept: list[tuple[float, str]] = []
+    size, limit = 0, 1.0
+    for text in texts:
+        key = rng.random()
+        if key >= limit:
+            continue
+        kept.append((key, text))
+        size += len(text.encode())
+        if size > 2 * budget:
+            size, limit = _shrink(kept, budget)
+    _shrink(kept, budget)
+    return [text for _, text in kept]
+
+
+def _shrink(kept: list[tuple[float, str]], budget: int) -> tuple[int, float]:
+    """Keep the smallest keys up to `budget` bytes (at least one); their size, and the largest
+    key."""
+    kept.sort(key=lambda entry: entry[0])
+    size, count = 0, 0
+    for _, text in kept:
+        length = len(text.encode())
+        if count and size + length > budget:
+            break
+        size += length
+        count += 1
+    limit = kept[count][0] if count < len(kept) else 1.0
+    del kept[count:]
+    return size, limit
+
+
+def train(arguments: argparse.Namespace) -> None:
+    import sentencepiece
+
+    if not Path(arguments.output_prefix).parent.is_dir():
+        raise DataError(f"--output-prefix {arguments.output_prefix}: its folder does not exist")
+    texts = sample_texts(
+        read_texts(arguments.input, arguments.json_key), arguments.sample_bytes, arguments.seed
+    )
+    if not texts:
+        raise DataError("no text in the input")
+    part = arguments.output_prefix + ".part"
+    sentencepiece.set_random_generator_seed(arguments.seed)
+    lines = (line for text in texts for line in _pieces(text))
+    try:
+        sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]
+            sentence_iterator=lines,
+            model_prefix=part,
+            vocab_size=arguments.vocab_size,
+            model_type=arguments.model_type,
+            byte_fallback=arguments.byte_fallback,
+            character_coverage=arguments.character_coverage,
+            num_threads=arguments.threads,
+            normalization_rule_name="identity",  # text comes back as it was
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            max_sentence_length=1 << 16,
+            minloglevel=1,
+        )
+    except RuntimeError as error:
+        raise DataError(f"SentencePiece: {error}") from None
+    for suffix in (".model", ".vocab"):
+        Path(part + suffix).rename(arguments.output_prefix + suffix)
+
+
+def _pieces(text: str, length: int = 4096) -> Iterator[str]:
+    """Lines of `text`, long ones in pieces: the trainer passes over what is too long for it."""
+    for line in text.split("\n"):
+        for begin in range(0, len(line), length):
+            yield line[begin : begin + length]
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    try:
+        train(arguments)
+    except DataError as error:
+        print(f"train_tokenizer: error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {arguments.output_prefix}.model and .vocab")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
