@@ -203,6 +203,11 @@ class OptimizerConfig:
     lambda_lr_multiplier: float = _option(
         1.0, "diff_v1: learning rate of the lambda vectors in units of the others'"
     )
+    loss_scale: float | None = _option(None, "fp16: constant loss scale; dynamic by default")
+    initial_loss_scale: float = _option(2.0**32, "fp16: first dynamic loss scale")
+    min_loss_scale: float = _option(1.0, "fp16: smallest dynamic loss scale")
+    loss_scale_window: int = _option(1000, "fp16: steps without overflow that double the scale")
+    hysteresis: int = _option(2, "fp16: overflows before the scale is halved")
     use_distributed_optimizer: bool = _option(
         False, "shard main weights and moments over the data-parallel ranks"
     )

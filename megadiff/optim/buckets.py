@@ -96,6 +96,8 @@ class Buckets:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._writers = {slot.name: index % self.world for index, slot in enumerate(slots)}
         self.zero(1)
 
     def _make_bucket(self, members: list[tuple[str, nn.Parameter]]) -> Bucket:
@@ -169,6 +171,10 @@ class Buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
+
+    def writes(self, slot: Slot) -> bool:
+        """Whether this rank writes its state of `slot` to checkpoints; sharded, every rank does."""
+        return self.sharded or self._writers[slot.name] == self._rank
 
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:

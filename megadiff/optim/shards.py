@@ -1,0 +1,161 @@
+"""What a rank owns of each bucket: ranges of main weights, gradients and optimizer state.
+
+A parameter's record says to which optimizer group each of its sections belongs. Neighbouring
+sections that are treated alike form one range, whatever parameter boundaries it crosses, so that an
+update launches few kernels on long tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megadiff.optim.buckets import Bucket, Slot
+from megadiff.parallel.parameter import Group, Section, record_of
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How a section is updated; sections of the same treatment may share a range."""
+
+    rule: str  # "adam", "sgd" or "muon"
+    group: Group
+    counted: bool  # in the gradient norm
+
+
+@dataclass
+class Range:
+    """Elements `[start, end)` of a bucket, all owned by this rank and treated alike."""
+
+    treatment: Treatment
+    start: int
+    end: int
+    weights: Tensor  # main weights, at least float32
+    gradient: Tensor  # in the dtype of the main weights
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A flat piece of optimizer state: elements `[start, start + len(values))` of a parameter.
+
+    `start` counts in the flattened local parameter. `values` is a view: writing to it loads state.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    key: str  # "main_weight", "exp_avg", "exp_avg_sq", "momentum_buffer"
+    start: int
+    values: Tensor
+    write: bool  # of the ranks that hold the same values this one writes them to a checkpoint
+
+
+class Shard:
+    """This rank's part of a bucket; `state_keys` names the state of a rule, zero at first."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        treatment: Callable[[Section], Treatment],
+        state_keys: Callable[[str], Sequence[str]],
+    ) -> None:
+        self.bucket = bucket
+        own = bucket.own_parameters
+        self.dtype = torch.promote_types(own.dtype, torch.float32)
+        self.main = own if own.dtype == self.dtype else own.to(self.dtype)
+        self.ranges: list[Range] = []
+        for how, start, end in owned_ranges(bucket, treatment):
+            weights = self._cut(self.main, start, end)
+            gradient = self._cut(bucket.own_gradients, start, end)
+            state = {key: torch.zeros_like(weights) for key in state_keys(how.rule)}
+            self.ranges.append(Range(how, start, end, weights, gradient, state))
+
+    def _cut(self, flat: Tensor, start: int, end: int) -> Tensor:
+        return flat[start - self.bucket.shard_start : end - self.bucket.shard_start]
+
+    @property
+    def has_main_weights(self) -> bool:
+        return self.dtype != self.bucket.parameters.dtype
+
+    def load_gradients(self) -> None:
+        """Bring gradients of a lower precision to that of the main weights, until the update."""
+        if self.bucket.gradients.dtype != self.dtype:
+            self._set_gradients(self.bucket.own_gradients.to(self.dtype))
+
+    def release_gradients(self) -> None:
+        """Free what `load_gradients` made."""
+        if self.bucket.gradients.dtype != self.dtype:
+            self._set_gradients(self.bucket.own_gradients)
+
+    def _set_gradients(self, flat: Tensor) -> None:
+        for r in self.ranges:
+            r.gradient = self._cut(flat, r.start, r.end)
+
+    def publish(self) -> None:
+        """Round the main weights into the parameters."""
+        if self.has_main_weights:
+            self.bucket.own_parameters.copy_(self.main)
+
+    def pieces(self, write: Callable[[Slot], bool]) -> Iterator[StatePiece]:
+        """All state, one piece for each parameter that a range touches."""
+        for r in self.ranges:
+            tensors = dict(r.state)
+            if self.has_main_weights:
+                tensors["main_weight"] = r.weights
+            for slot in self.bucket.slots:
+                start, end = max(slot.start, r.start), min(slot.end, r.end)
+                if start >= end:
+                    continue
+                for key, flat in tensors.items():
+                    values = flat[start - r.start : end - r.start]
+                    begin = start - slot.start
+                    yield StatePiece(slot.name, slot.parameter, key, begin, values, write(slot))
+
+
+def flat_sections(slot: Slot) -> Iterator[tuple[int, int, Section]]:
+    """`(start, end, section)` in the flattened local parameter, ascending; padding is left out."""
+    record = record_of(slot.parameter)
+    if record.dim == 0:
+        row = slot.parameter.numel() // max(slot.parameter.shape[0], 1)
+        for section in sorted(record.sections, key=lambda s: s.start):
+            yield section.start * row, (section.start + section.length) * row, section
+        return
+    kinds = {(s.group, s.copy_index) for s in record.sections}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{slot.name}: sections along dim {record.dim} of different optimizer groups or copies "
+            "are not contiguous; lay them along dim 0"
+        )
+    if record.sections:
+        yield 0, slot.parameter.numel(), record.sections[0]
+
+
+def owned_ranges(
+    bucket: Bucket, treatment: Callable[[Section], Treatment]
+) -> Iterator[tuple[Treatment, int, int]]:
+    """The ranges `[start, end)` of a bucket that this rank owns, ascending.
+
+    A range may cross alignment (zeros, which every rule leaves zero) but no parameter's padding.
+    """
+    current: tuple[Treatment, int, int] | None = None
+    covered = 0  # up to here every element of the bucket belongs to a section or is alignment
+    for slot in bucket.slots:
+        for begin, finish, section in flat_sections(slot):
+            touches = covered == slot.start + begin
+            covered = slot.start + finish
+            start = max(slot.start + begin, bucket.shard_start)
+            end = min(slot.start + finish, bucket.shard_end)
+            if start >= end:
+                continue
+            how = treatment(section)
+            if current and touches and current[0] == how:
+                current = (how, current[1], end)
+                continue
+            if current:
+                yield current
+            current = (how, start, end)
+        if covered == slot.end:
+            covered = slot.next_start
+    if current:
+        yield current
