@@ -299,13 +299,25 @@ def load_config(argv: list[str]) -> Config:
         raise ConfigError(f"unknown flag {flag}{_nearest(flag.split('=')[0], known)}")
     config = Config()
     for path in flags.config or []:
-        update_config(config, read_yaml(path), source=path)
+        read_config_file(config, path)
     for name, section in sections(config).items():
         for f in dataclasses.fields(section):
             value = getattr(flags, f"{name}.{f.name}", None)
             if value is not None:
                 setattr(section, f.name, value)
     return config
+
+
+def read_config_file(config: Config, path: str) -> None:
+    """Set the fields that the YAML file `path` names, after those of its `base` file, if any.
+
+    `base` is a path relative to the file itself.
+    """
+    values = read_yaml(path)
+    base = values.pop("base", None)
+    if base is not None:
+        read_config_file(config, str(Path(path).parent / base))
+    update_config(config, values, source=path)
 
 
 def read_yaml(path: str) -> dict[str, Any]:
