@@ -4,20 +4,26 @@ All ranks decide the same: rank 0 looks at the directory and tells the others, a
 rank is an error on all.
 """
 
+import copy
 import logging
 import os
 import shutil
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megadiff.checkpoint import directory as layout
-from megadiff.checkpoint.ranks import CheckpointError, Ranks
+from megadiff.checkpoint.ranks import CheckpointError, Ranks, describe
+from megadiff.checkpoint.staging import HostBuffers
 from megadiff.checkpoint.state import Tensors
 from megadiff.checkpoint.storage import save
 
 logger = logging.getLogger(__name__)
+_PATIENCE = timedelta(hours=4)  # of a rank that waits for a slower one's writing
 
 
 def find_checkpoint(
@@ -89,8 +95,11 @@ def _tell(found: dict[int, list[str]], note: str) -> str:
 class CheckpointManager:
     """Saves checkpoints into `root`, keeps the last `keep_last` and every `keep_every`-th step.
 
-    `proven` is the step that the run was resumed from, which retention spares: it is known to load.
-    Raises CheckpointError on all ranks at once when `root` cannot be written.
+    With `background`, training waits only until its tensors are copied to host memory; a thread
+    with a gloo group of its own writes them. `proven` is the step that the run was resumed from,
+    which retention spares: it is known to load. All ranks make it together, and use it as a context
+    that waits at its end for what is still being written. Raises CheckpointError on all ranks when
+    `root` cannot be written.
     """
 
     def __init__(
@@ -98,26 +107,94 @@ class CheckpointManager:
         root: str | Path,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        background: bool = False,
         proven: int | None = None,
-        group: dist.ProcessGroup | None = None,
     ):
         self.root = Path(root)
         self._keep_last, self._keep_every, self._proven = keep_last, keep_every, proven
+        group: Any = None
+        if dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._ranks = Ranks(group)
+        self._buffers = HostBuffers() if background else None
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
         self._ranks.first(f"cannot save checkpoints in {self.root}", self._try_to_write)
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Allocate now the host memory that the first background save would have to wait for."""
+        if self._buffers is not None:
+            buffers = self._buffers
+            self._ranks.all(
+                "no memory for saving in the background", lambda: buffers.reserve(tensors)
+            )
 
     def save(self, step: int, tensors: Tensors, metadata: dict[str, dict]) -> float:
         """Save the checkpoint of `step`; the seconds that training waited for it.
 
-        Raises CheckpointError on all ranks when it fails on any; earlier checkpoints remain.
+        Waits for the last save. Raises CheckpointError on all ranks when that one or this one fails
+        on any; earlier checkpoints remain.
         """
         start = time.perf_counter()
-        self._write(step, tensors, metadata)
+        self.wait()
+        buffers = self._buffers
+        if buffers is None:
+            self._write(step, tensors, metadata)
+        else:
+            what = f"cannot save {layout.checkpoint_path(self.root, step)}"
+            copies: list[Tensors] = []
+            self._ranks.all(what, lambda: copies.append(buffers.copy(tensors)))
+            arguments = (step, copies[0], copy.deepcopy(metadata))
+            self._thread = threading.Thread(
+                target=self._write_in_background, args=arguments, name="checkpoint"
+            )
+            self._thread.start()
         return time.perf_counter() - start
+
+    def check(self) -> None:
+        """Raise the error of a background save that has failed since the last call; never waits."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last save is on disk. Raises its CheckpointError."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Wait for the last save and free its memory."""
+        try:
+            self.wait()
+        finally:
+            if self._buffers is not None:
+                self._buffers.free()
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _write_in_background(self, step: int, tensors: Tensors, metadata: dict[str, dict]) -> None:
+        try:
+            self._write(step, tensors, metadata)
+        except CheckpointError as error:
+            self._error = error
+        except BaseException as error:  # say what it is, whatever it is: nobody else sees it
+            self._error = CheckpointError(
+                f"saving step {step} in the background: {describe(error)}"
+            )
+        if self._error is not None:
+            logger.error("%s", self._error)
 
     def _write(self, step: int, tensors: Tensors, metadata: dict[str, dict]) -> None:
         what = f"cannot save {layout.checkpoint_path(self.root, step)}"
         saving = layout.saving_path(self.root, step)
+        start = time.perf_counter()
         self._ranks.first(what, lambda: layout.sweep(self.root))
         try:
             save(saving, tensors, metadata, self._ranks.group)
@@ -126,6 +203,12 @@ class CheckpointManager:
             if self._ranks.rank == 0:
                 shutil.rmtree(saving, ignore_errors=True)
             raise
+        if self._ranks.rank == 0:
+            path = layout.checkpoint_path(self.root, step)
+            size = sum(entry["bytes"] for entry in layout.read_manifest(path).values())
+            seconds = time.perf_counter() - start
+            speed = size / seconds / 1e9
+            logger.info("wrote %s: %.3g GB in %.2f s, %.2f GB/s", path, size / 1e9, seconds, speed)
 
     def _publish(self, step: int) -> None:
         layout.publish(self.root, step)

@@ -42,7 +42,8 @@ class Ranks:
             dist.all_gather_object(outcomes, (error, result), group=self.group)
         errors = {rank: error for rank, (error, _) in enumerate(outcomes) if error is not None}
         if errors:
-            raise CheckpointError(f"{what}: {_by_rank(errors)}")
+            everywhere = len(errors) == self.size and len(set(errors.values())) == 1
+            raise CheckpointError(f"{what}: {errors[0] if everywhere else _by_rank(errors)}")
         return [result for _, result in outcomes]
 
     def first(self, what: str, action: Callable[[], T]) -> T:

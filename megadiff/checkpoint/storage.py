@@ -128,6 +128,12 @@ def load(
     ranks.all(what, read)
 
 
+def list_tensors(directory: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of a checkpoint by name."""
+    tensors: dict[str, Any] = read_index(Path(directory)).state_dict_metadata
+    return {name: (tuple(t.size), t.properties.dtype) for name, t in tensors.items()}
+
+
 def read_metadata(directory: str | Path) -> dict[str, dict]:
     """The metadata that was saved with a checkpoint: its JSON files by name."""
     paths = [p for p in sorted(Path(directory).glob("*.json")) if p.name != MANIFEST]
@@ -242,12 +248,15 @@ class _SavePlanner(DefaultSavePlanner):
         for item in (item for plan in all_plans for item in plan.items):
             items.setdefault(item.index.fqn, []).append(item)
         for name, items_of_tensor in items.items():
+            offsets = {item.index.offset for item in items_of_tensor}
             parts: list[Any] = [item.tensor_data for item in items_of_tensor]
             kinds = {(tuple(part.size), part.properties.dtype) for part in parts}
             covered = sum(math.prod(part.chunk.sizes) for part in parts)
             if len(kinds) > 1:
                 raise ValueError(f"{name} differs in shape or type between ranks: {kinds}")
             shape = tuple(parts[0].size)
+            if len(offsets) < len(parts):
+                raise ValueError(f"{name} {shape}: parts of it are written twice")
             if covered != math.prod(shape):
                 raise ValueError(f"{name} {shape}: all ranks together write {covered} elements")
         return super().create_global_plan(all_plans)  # refuses overlaps

@@ -1,7 +1,12 @@
+import hashlib
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megadiff.checkpoint import manager as manager_module
 from megadiff.checkpoint.directory import (
     TRACKER,
     checkpoint_path,
@@ -170,3 +175,72 @@ def test_all_ranks_find_the_same(tmp_path):
     save_steps(tmp_path, 6)
     flip(checkpoint_path(tmp_path, 6) / "__0_0.distcp")
     assert run_distributed(2, find_on_all, tmp_path) == [checkpoint_path(tmp_path, 5)] * 2
+
+
+def test_a_background_save_holds_the_weights_of_its_own_step(tmp_path):
+    big = torch.zeros(3_000_000)
+    state = {"w": ShardedTensor((3_000_000,), torch.float32, [Piece((0,), big)])}
+    digests = {}
+    with CheckpointManager(tmp_path, background=True) as manager:
+        manager.reserve(state)
+        memory = manager._buffers._memory.data_ptr()
+        for step in range(1, 5):
+            big.normal_(generator=torch.Generator().manual_seed(step))
+            digests[step] = hashlib.sha256(big.numpy()).hexdigest()
+            manager.save(step, state, {"run": {"step": step}})
+            big.zero_()  # training goes on
+        assert manager._buffers._memory.data_ptr() == memory
+    for step, digest in digests.items():
+        load(checkpoint_path(tmp_path, step), state)
+        assert hashlib.sha256(big.numpy()).hexdigest() == digest
+    assert read_tracker(tmp_path) == 4
+
+
+def test_metadata_of_a_background_save_is_of_its_own_step(tmp_path):
+    metadata = {"run": {"samples": [1]}}
+    with CheckpointManager(tmp_path, background=True) as manager:
+        manager.save(1, tensors(1), metadata)
+        metadata["run"]["samples"].append(2)
+    assert read_metadata(checkpoint_path(tmp_path, 1)) == {"run": {"samples": [1]}}
+
+
+def test_training_does_not_wait_for_a_background_save(tmp_path, monkeypatch):
+    release = threading.Event()
+    save = manager_module.save
+    monkeypatch.setattr(manager_module, "save", lambda *a: (release.wait(60), save(*a)))
+    with CheckpointManager(tmp_path, background=True) as manager:
+        assert manager.save(1, tensors(1), {}) < 30
+        manager.check()
+        assert find_checkpoint(tmp_path) is None
+        release.set()
+        manager.save(2, tensors(2), {})  # waits for the first
+        assert read_tracker(tmp_path) == 1
+    assert read_tracker(tmp_path) == 2
+
+
+def fail_in_background(root):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = tensors(1, rank, world)
+    messages = []
+    with CheckpointManager(root, background=True) as manager:
+        manager.save(1, state, {})
+        manager.wait()
+        if rank == 1:
+            state["w"].pieces[0].offset = (0,)  # now nobody writes the second half
+        manager.save(2, state, {})
+        while not messages:
+            try:
+                manager.check()
+            except CheckpointError as error:
+                messages.append(str(error))
+            time.sleep(0.01)
+        state["w"].pieces[0].offset = (rank * 6,)
+        manager.save(3, state, {})  # a caller who goes on may
+    return messages[0]
+
+
+def test_an_error_in_the_background_reaches_every_rank(tmp_path):
+    messages = run_distributed(2, fail_in_background, tmp_path)
+    assert all("parts of it are written twice" in message for message in messages)
+    assert list_steps(tmp_path) == [1, 3]
+    assert not saving_path(tmp_path, 2).exists()
