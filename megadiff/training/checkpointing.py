@@ -1,0 +1,196 @@
+"""What a run saves and takes up again: weights, optimizer, schedule, generators, progress.
+
+Tensors have global names: `layers.3.mixer.q.weight` for a weight, and the same behind
+`optimizer.exp_avg.` (`optimizer.main_weight.`, ...) for the state of the optimizer. Everything else
+is JSON beside them.
+"""
+
+import base64
+import dataclasses
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
+from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces, module_tensors
+from megadiff.checkpoint.storage import load, read_metadata
+from megadiff.config import Config, ModelConfig, to_dict
+from megadiff.optim.optimizer import Optimizer
+from megadiff.optim.schedule import Schedule
+from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.parameter import record_of
+from megadiff.training.engine import Engine
+from megadiff.training.setup import Environment
+
+OPTIMIZER = "optimizer."
+
+
+@dataclass
+class Progress:
+    """How far a run is: finished steps and the samples they consumed."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+def optimizer_tensors(optimizer: Optimizer, mesh: ParallelMesh) -> Tensors:
+    """The state of the optimizer by global name, as this rank holds it."""
+    sharded = optimizer.buckets.sharded
+    tensors: Tensors = {}
+    for piece in optimizer.state_pieces():
+        parameter = piece.parameter
+        stop = piece.start + piece.values.numel()
+        write = sharded or mesh.dp_cp.rank == 0
+        for section, part in flat_pieces(
+            record_of(parameter), parameter.shape, piece.start, stop, piece.values, write
+        ):
+            add_piece(tensors, f"{OPTIMIZER}{piece.key}.{section.name}", section.shape, part)
+    return tensors
+
+
+def save(
+    manager: CheckpointManager,
+    config: Config,
+    engine: Engine,
+    env: Environment,
+    schedule: Schedule,
+    data: dict[str, Any],
+    progress: Progress,
+) -> float:
+    """Save a checkpoint of `progress.iteration`; the seconds it took. Raises CheckpointError."""
+    replicas = env.mesh.dp_cp
+    tensors = module_tensors(engine.model, replicas.rank, replicas.size)
+    tensors |= optimizer_tensors(engine.optimizer, env.mesh)
+    metadata = {
+        "progress": asdict(progress),
+        "optimizer": engine.optimizer.state_scalars(),
+        "schedule": asdict(schedule),
+        "data": data,
+        "generators": _generators(env.device),
+        "config": to_dict(config),
+        "versions": versions(),
+    }
+    return manager.save(progress.iteration, tensors, metadata)
+
+
+def versions() -> dict[str, str]:
+    return {"megadiff": "0.1.0", "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that has been found: its directory and the JSON beside its tensors."""
+
+    path: Path
+    metadata: dict[str, dict[str, Any]]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.metadata["progress"])
+
+
+def find(config: Config, env: Environment) -> Saved | None:
+    """The checkpoint that `--load` means, None when there is none yet. Raises CheckpointError."""
+    settings = config.checkpoint
+    if settings.load is None:
+        return None
+    path = find_checkpoint(settings.load, settings.ckpt_step, group=env.control)
+    if path is None:
+        if settings.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {settings.load}: there is no checkpoint")
+        return None
+    saved = Saved(path, read_metadata(path))
+    differences = model_differences(saved.metadata["config"], config)
+    if differences:
+        raise CheckpointError(
+            f"{path} is of another model: " + "; ".join(differences) + ". Load it with the model "
+            "it was saved with, or start a run of its own without --load"
+        )
+    return saved
+
+
+def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: bool) -> None:
+    """Fill the engine's weights, and without `weights_only` all other state.
+
+    Raises CheckpointError on all ranks.
+    """
+    tensors = module_tensors(engine.model)
+    if weights_only:
+        load(saved.path, tensors, ignore=[OPTIMIZER], group=env.control)
+        engine.optimizer.main_weights_from_parameters()
+        return
+    tensors |= optimizer_tensors(engine.optimizer, env.mesh)
+    load(saved.path, tensors, group=env.control)
+    engine.optimizer.load_scalars(saved.metadata["optimizer"])
+    engine.optimizer.parameters_from_main_weights()
+    _restore_generators(saved.metadata["generators"], env.device)
+
+
+def model_differences(saved: dict[str, Any], config: Config) -> list[str]:
+    """In what the model of a saved configuration differs from this one's, for people."""
+    before = _resolved(ModelConfig(**saved["model"]), saved["training"]["seq_length"])
+    now = _resolved(config.model, config.training.seq_length)
+    return [
+        f"{key} is {before[key]} in the checkpoint and {value} here"
+        for key, value in now.items()
+        if before[key] != value
+    ]
+
+
+def _resolved(m: ModelConfig, seq_length: int) -> dict[str, Any]:
+    """The fields that define the weights and what they mean, with their defaults filled in."""
+    values = dataclasses.asdict(m)
+    for key in (
+        "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "init_method_std",
+        "diff_lambda_std", "token_mixer", "hybrid_layer_pattern",
+    ):  # fmt: skip
+        del values[key]
+    mixers = [m.mixer_of_layer(layer) for layer in range(m.num_layers)]
+    values["token_mixer"] = mixers[0] if len(set(mixers)) == 1 else " ".join(mixers)
+    values["num_query_groups"] = m.query_groups
+    values["kv_channels"] = {mixer: m.head_width(mixer) for mixer in sorted(set(mixers))}
+    values["ffn_hidden_size"] = m.ffn_size
+    learned = m.position_embedding_type == "learned_absolute"
+    values["max_position_embeddings"] = m.max_position_embeddings or seq_length if learned else None
+    return values
+
+
+def data_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In what the saved order of samples differs from this run's, for people."""
+    return [
+        f"{key} was {saved.get(key)} and is {value}"
+        for key, value in now.items()
+        if saved.get(key) != value
+    ]
+
+
+def configuration_changes(saved: dict[str, Any], config: Config) -> list[str]:
+    """Every option whose value is not the one of the run that saved the checkpoint."""
+    return [
+        f"{section}.{key} {saved.get(section, {}).get(key)} -> {value}"
+        for section, values in to_dict(config).items()
+        for key, value in values.items()
+        if saved.get(section, {}).get(key) != value
+    ]
+
+
+def _generators(device: torch.device) -> dict[str, str]:
+    """States of torch's generators. All ranks draw alike: what differs by rank is not random."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {key: base64.b64encode(s.numpy().tobytes()).decode() for key, s in states.items()}
+
+
+def _restore_generators(saved: dict[str, str], device: torch.device) -> None:
+    states = {
+        key: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        for key, text in saved.items()
+    }
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

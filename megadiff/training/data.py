@@ -1,0 +1,194 @@
+"""The run's text: tokenizer, datasets and the micro-batches of each step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadiff.config import Config, ConfigError
+from megadiff.data.build import Dataset, build_train_valid_test_datasets, parse_blend
+from megadiff.data.cache import digest
+from megadiff.data.gpt_dataset import GPTDataset, Sample
+from megadiff.data.indexed_dataset import DataError
+from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, sample_numbers
+from megadiff.data.tokenizers import build_tokenizer
+from megadiff.parallel.mesh import Axis
+
+
+def set_vocabulary(config: Config) -> int | None:
+    """Fill `model.vocab_size` from the tokenizer; returns the id of its end of document, if any.
+
+    Raises ConfigError when neither a tokenizer nor `--vocab-size` is given or they contradict each
+    other, DataError when the tokenizer can not be read.
+    """
+    d, m = config.data, config.model
+    files = d.tokenizer_model or d.vocab_file or d.tokenizer_type == "ByteTokenizer"
+    if not files and m.vocab_size is None:
+        raise ConfigError(
+            "the vocabulary is not known: give --tokenizer-type and its file (--tokenizer-model), "
+            "or --vocab-size"
+        )
+    if not files:
+        return None
+    tokenizer = build_tokenizer(
+        d.tokenizer_type, d.tokenizer_model, d.vocab_file, d.merge_file, m.vocab_size
+    )
+    if m.vocab_size is None:
+        m.vocab_size = tokenizer.vocab_size
+    if m.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {m.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        )
+    return tokenizer.eod
+
+
+class Batches:
+    """Micro-batches of one data-parallel rank, each token checked against the vocabulary."""
+
+    def __init__(self, dataset: Dataset, name: str, config: Config, dp: Axis, eod: int | None):
+        assert config.model.vocab_size is not None
+        d = config.data
+        if d.eod_mask_loss and eod is None:
+            raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
+        self.dataset, self.name, self.dp = dataset, name, dp
+        self.vocab_size = config.model.vocab_size
+        self.seq_length = config.training.seq_length
+        self.micro_batch_size = config.training.micro_batch_size
+        self.rules = DocumentRules(
+            eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss
+        )
+        self._loader = self._over(dataset)
+
+    def _over(self, dataset: Any) -> BatchLoader:
+        return BatchLoader(
+            dataset,
+            micro_batch_size=self.micro_batch_size,
+            data_parallel_rank=self.dp.rank,
+            data_parallel_size=self.dp.size,
+            rules=self.rules,
+        )
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        """This rank's part of the global batch that begins after `consumed_samples`."""
+        return self._checked(self._loader.step(consumed_samples, global_batch_size))
+
+    def once(self, samples: int, global_batch_size: int) -> Iterator[list[MicroBatch]]:
+        """The first `samples` samples in global batches; what fills up the last one has no loss."""
+        loader = self._over(_First(self.dataset, samples))
+        for first in range(0, samples, global_batch_size):
+            batches = self._checked(loader.step(first, global_batch_size))
+            numbers = sample_numbers(
+                first, global_batch_size, self.micro_batch_size, self.dp.rank, self.dp.size
+            )
+            for batch, run in zip(batches, numbers, strict=True):
+                batch.loss_mask[max(samples - run.start, 0) :] = 0.0
+            yield batches
+
+    def _checked(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        for batch in batches:
+            largest = max(int(batch.tokens.max()), int(batch.labels.max()))
+            if largest >= self.vocab_size:
+                raise DataError(
+                    f"the {self.name} data hold token {largest}, but the vocabulary has "
+                    f"{self.vocab_size}: they were made with another tokenizer"
+                )
+        return batches
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first `samples` samples of a dataset, the last one repeated for ever."""
+
+    dataset: Dataset
+    samples: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.dataset[min(index, self.samples - 1)]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads. An evaluation reads the first `valid_samples` or `test_samples` samples."""
+
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
+    valid_samples: int
+    test_samples: int
+    identity: dict[str, Any]
+
+
+def build_data(config: Config, dp: Axis, eod: int | None) -> RunData:
+    """The three datasets of the configuration. Raises ConfigError and DataError."""
+    t, d = config.training, config.data
+    assert t.train_iters is not None and t.global_batch_size is not None
+    if not d.data_path and not d.train_data_path:
+        raise ConfigError("no training data: give --data-path, or --train-data-path")
+    wanted = t.eval_iters * t.global_batch_size
+
+    def evaluated(words: list[str]) -> int | None:
+        """One epoch, of which an evaluation reads the beginning; weighted blends have no epoch."""
+        if wanted == 0:
+            return 0
+        return wanted if words and parse_blend(words).weights is not None else None
+
+    samples = (
+        t.train_iters * t.global_batch_size,
+        evaluated(d.data_path or d.valid_data_path),
+        evaluated(d.data_path or d.test_data_path),
+    )
+    common: dict[str, Any] = {
+        "samples": samples,
+        "seq_length": t.seq_length,
+        "seed": t.seed,
+        "cache_path": d.data_cache_path,
+    }
+    per_split = {
+        "train_data_path": d.train_data_path or None,
+        "valid_data_path": d.valid_data_path or None,
+        "test_data_path": d.test_data_path or None,
+    }
+    if d.data_path:
+        train, valid, test = build_train_valid_test_datasets(
+            data_path=d.data_path, split=d.split, **per_split, **common
+        )
+    else:
+        train, valid, test = build_train_valid_test_datasets(**per_split, **common)
+    if train is None:
+        raise ConfigError(f"--split {d.split} leaves nothing to train on")
+
+    def batches(dataset: Dataset | None, name: str) -> Batches | None:
+        return None if dataset is None else Batches(dataset, name, config, dp, eod)
+
+    return RunData(
+        train=Batches(train, "training", config, dp, eod),
+        valid=batches(valid, "validation"),
+        test=batches(test, "test"),
+        valid_samples=0 if valid is None else min(wanted, len(valid)),
+        test_samples=0 if test is None else min(wanted, len(test)),
+        identity=data_identity(config, train),
+    )
+
+
+def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
+    """What decides which sample comes when: by content of the data, not by where they lie."""
+    parts = [train] if isinstance(train, GPTDataset) else list(train.datasets)
+    words = config.data.data_path or config.data.train_data_path
+    weights = parse_blend(words).weights
+    return {
+        "seq_length": config.training.seq_length,
+        "seed": config.training.seed,
+        "split": config.data.split if config.data.data_path else None,
+        "weights": None if weights is None else list(weights),
+        "datasets": [
+            {
+                "name": Path(part.dataset.prefix).name,
+                "sequences": len(part.dataset),
+                "lengths": digest(part.dataset.lengths),
+            }
+            for part in parts
+        ],
+    }

@@ -1,0 +1,51 @@
+"""How a run ends when something is wrong: the reason first, and at once on every rank."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.config import ConfigError
+from megadiff.data.indexed_dataset import DataError
+
+USER_ERRORS = (ConfigError, DataError, CheckpointError)
+"""What a user can mend: told in one line, without a traceback."""
+
+
+def run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
+    """Call `main(argv)` and exit: 0 when it returns, 2 after a user's error, 1 after any other.
+
+    An error waits for nothing: other ranks' collectives fail as soon as this process is gone, and
+    torchrun ends them.
+    """
+    try:
+        main(argv)
+        sys.exit(0)
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except USER_ERRORS as error:
+        code = 2
+        _wait_for_first_rank()
+        print(f"error: {error}", file=sys.stderr)
+    except BaseException:
+        code = 1
+        rank = os.environ.get("RANK")
+        where = f"rank {rank}: " if rank is not None else ""
+        print(f"{where}{traceback.format_exc()}", file=sys.stderr, end="")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait_for_first_rank() -> None:
+    """Let the node's first rank speak alone where all ranks have the same error.
+
+    The others wait a moment, in which torchrun ends them if the first rank has failed too.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(1.5)

@@ -1,0 +1,152 @@
+"""The training loop: one global batch after another, until the last step or a reason to stop."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megadiff.config import Config
+from megadiff.data.loader import MicroBatch
+from megadiff.optim.schedule import Schedule, learning_rate, weight_decay
+from megadiff.training import metrics
+from megadiff.training.checkpointing import Progress
+from megadiff.training.data import Batches, RunData
+from megadiff.training.engine import Engine
+from megadiff.training.flops import training_flops_per_token
+from megadiff.training.log import RunLog
+from megadiff.training.setup import Environment
+from megadiff.training.stop import StopRequests, agree
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the loop works with."""
+
+    config: Config
+    env: Environment
+    engine: Engine
+    data: RunData
+    schedule: Schedule
+    log: RunLog
+    requests: StopRequests
+    save: Callable[[Progress], None]  # does nothing without --save
+
+
+def train(run: Run, progress: Progress) -> str:
+    """Train from `progress` on, which follows the run; returns why it ended.
+
+    Ends after the last step ("finished"), at `--exit-interval` or `--exit-duration-in-mins`, or by
+    a signal; always at a step's boundary, with a save. Evaluates on the way and after the last
+    step.
+    """
+    t, logging = run.config.training, run.config.logging
+    assert t.train_iters is not None and t.global_batch_size is not None
+    interval, clock, saved_at = metrics.Interval(), metrics.Clock(), progress.iteration
+    reason = "finished"
+    while progress.iteration < t.train_iters:
+        batches = run.data.train.step(progress.consumed_samples, t.global_batch_size)
+        agreement = agree(unmasked(batches), run.requests, run.env.control, copies(run.env))
+        if agreement.stop is not None:
+            reason = agreement.stop
+            break
+        rate = learning_rate(run.schedule, progress.consumed_samples)
+        decay = weight_decay(run.schedule, progress.consumed_samples)
+        loss = run.engine.forward_backward(batches, max(agreement.tokens, 1))
+        interval.add(loss, run.engine.step(rate, decay), rate)
+        progress.iteration += 1
+        progress.consumed_samples += t.global_batch_size
+        last = progress.iteration == t.train_iters
+        if progress.iteration % logging.log_interval == 0:
+            _log_interval(run, progress, interval, clock)
+            interval = metrics.Interval()
+        clock.stop()
+        if t.eval_interval and progress.iteration % t.eval_interval == 0 and not last:
+            evaluate(run, progress, "validation")
+        every = run.config.checkpoint.save_interval
+        if every is not None and progress.iteration % every == 0:
+            run.save(progress)
+            saved_at = progress.iteration
+        clock.start()
+        if t.exit_interval and progress.iteration % t.exit_interval == 0 and not last:
+            reason = "exit interval"
+            break
+    if interval.losses:
+        _log_interval(run, progress, interval, clock)
+    if progress.iteration > saved_at:
+        run.save(progress)
+    if reason == "finished":
+        evaluate(run, progress, "validation")
+        evaluate(run, progress, "test")
+    return reason
+
+
+def unmasked(batches: list[MicroBatch]) -> int:
+    """Tokens of these micro-batches that count in the loss."""
+    return int(sum(float(batch.loss_mask.sum(dtype=torch.float64)) for batch in batches))
+
+
+def copies(env: Environment) -> int:
+    """Ranks that read the same samples as this one, itself included."""
+    return env.mesh.world_size // env.mesh.dp.size
+
+
+def _log_interval(
+    run: Run, progress: Progress, interval: metrics.Interval, clock: metrics.Clock
+) -> None:
+    t, model = run.config.training, run.config.model
+    assert t.train_iters is not None and t.global_batch_size is not None
+    steps = len(interval.losses)
+    values: dict[str, Any] = {"consumed_samples": progress.consumed_samples}
+    values |= interval.read(run.env)
+    seconds = clock.lap() / steps
+    tokens = t.global_batch_size * t.seq_length / seconds / run.env.mesh.world_size
+    flops = training_flops_per_token(model, t.seq_length)
+    values |= {
+        "global_batch_size": t.global_batch_size,
+        "loss_scale": 1.0,
+        "iteration_ms": 1000 * seconds,
+        "tokens_per_second_per_device": tokens,
+        "tflops_per_device": tokens * flops / 1e12,
+        "memory_bytes": metrics.peak_memory(run.env.device),
+        "seconds_left": seconds * (t.train_iters - progress.iteration),
+        "lambda": metrics.mean_lambdas(run.engine.model, model.num_layers, run.env),
+    }
+    run.log.line(metrics.train_line(values, progress.iteration, t.train_iters))
+    run.log.record("train", progress.iteration, values)
+
+
+def evaluate(run: Run, progress: Progress, name: str) -> float | None:
+    """The mean token loss over the `name` samples, exact over all ranks; None if there are none.
+
+    Every evaluation of a run reads the same samples. A signal ends it early, without a result.
+    """
+    batches, samples = {
+        "validation": (run.data.valid, run.data.valid_samples),
+        "test": (run.data.test, run.data.test_samples),
+    }[name]
+    if batches is None or samples == 0:
+        return None
+    loss, tokens = _mean_loss(run, batches, samples)
+    if loss is None:
+        run.log.line(f" {name} at iteration {progress.iteration} stopped early")
+        return None
+    run.log.line(metrics.evaluation_line(name, loss, progress.iteration))
+    values = {"lm_loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
+    run.log.record(name, progress.iteration, values)
+    return loss
+
+
+def _mean_loss(run: Run, batches: Batches, samples: int) -> tuple[float | None, int]:
+    size = run.config.training.global_batch_size
+    assert size is not None
+    total = torch.zeros((), dtype=torch.float64, device=run.env.device)
+    tokens = 0
+    for step in batches.once(samples, size):
+        agreement = agree(unmasked(step), run.requests, run.env.control, copies(run.env))
+        if agreement.stop is not None:
+            return None, tokens
+        total += run.engine.evaluate(step)
+        tokens += agreement.tokens
+    return metrics.sum_over_data(total, run.env).item() / max(tokens, 1), tokens

@@ -1,0 +1,144 @@
+"""What a log line tells about the steps since the last one."""
+
+import math
+import resource
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadiff.models.decoder import Decoder
+from megadiff.optim.optimizer import StepResult
+from megadiff.training.setup import Environment
+
+
+@dataclass
+class Interval:
+    """Losses and outcomes of steps, left on the device until `read`."""
+
+    losses: list[Tensor] = field(default_factory=list)  # this rank's share of each step's loss
+    skipped: list[Tensor] = field(default_factory=list)
+    grad_norm: Tensor | None = None  # of the last step
+    learning_rate: float = 0.0  # of the last step
+
+    def add(self, loss: Tensor, result: StepResult, learning_rate: float) -> None:
+        self.losses.append(loss)
+        self.skipped.append(result.skipped)
+        self.grad_norm = result.grad_norm
+        self.learning_rate = learning_rate
+
+    def read(self, env: Environment) -> dict[str, Any]:
+        """Means over the steps, the same on all ranks. Waits for the device.
+
+        Skipped steps and those whose loss is not a number are counted apart from the mean loss.
+        """
+        losses = torch.stack(self.losses)
+        if not _counts(env):
+            losses.zero_()
+        if env.control is not None:
+            dist.all_reduce(losses)
+        skipped = torch.stack(self.skipped).tolist()
+        values = losses.tolist()
+        good = [x for x, s in zip(values, skipped, strict=True) if not s and math.isfinite(x)]
+        norm = math.nan if self.grad_norm is None else float(self.grad_norm)
+        return {
+            "lm_loss": sum(good) / len(good) if good else math.nan,
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate,
+            "skipped_iterations": sum(skipped),
+            "nan_iterations": sum(not math.isfinite(x) for x in values),
+        }
+
+
+def _counts(env: Environment) -> bool:
+    """Whether this rank's share of a loss is added up; the others hold copies of it, or none."""
+    return env.mesh.tp.rank == 0 and env.mesh.pp.rank == env.mesh.pp.size - 1
+
+
+def sum_over_data(value: Tensor, env: Environment) -> Tensor:
+    """The sum of the shares that data-parallel (and context-parallel) ranks hold, on every rank."""
+    total = value.clone() if _counts(env) else torch.zeros_like(value)
+    if env.control is not None:
+        dist.all_reduce(total)
+    return total
+
+
+def mean_lambdas(model: Decoder, layers: int, env: Environment) -> dict[str, float]:
+    """The mean lambda of each differential layer in the last forward pass, over all ranks."""
+    sums = torch.zeros(2, layers, dtype=torch.float64, device=env.device)
+    for layer, value in model.mean_lambdas().items():
+        sums[0, layer], sums[1, layer] = value, 1.0
+    if env.control is not None:
+        dist.all_reduce(sums)
+    total, count = sums.tolist()
+    return {str(i): total[i] / count[i] for i in range(layers) if count[i]}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that torch has allocated on a GPU, the largest resident size on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def train_line(values: dict[str, Any], iteration: int, train_iters: int) -> str:
+    """Megatron-LM's log line of an interval, and what else is good to know."""
+    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    line = (
+        f" [{now}] iteration {iteration:8d}/{train_iters:8d} |"
+        f" consumed samples: {values['consumed_samples']:12d} |"
+        f" elapsed time per iteration (ms): {values['iteration_ms']:.1f} |"
+        f" throughput per GPU (TFLOP/s/GPU): {values['tflops_per_device']:.{_digits(values)}f} |"
+        f" tokens/s/device: {values['tokens_per_second_per_device']:.0f} |"
+        f" learning rate: {values['learning_rate']:.6E} |"
+        f" global batch size: {values['global_batch_size']:5d} |"
+        f" lm loss: {values['lm_loss']:.6E} |"
+        f" loss scale: {values['loss_scale']:.1f} |"
+        f" grad norm: {values['grad_norm']:.3f} |"
+        f" number of skipped iterations: {values['skipped_iterations']:3d} |"
+        f" number of nan iterations: {values['nan_iterations']:3d} |"
+        f" memory (GB): {values['memory_bytes'] / 1e9:.2f} |"
+        f" time left: {timedelta(seconds=round(values['seconds_left']))} |"
+    )
+    lambdas = values["lambda"]
+    if lambdas:
+        line += " lambda: " + " ".join(f"{v:.3f}" for v in lambdas.values()) + " |"
+    return line
+
+
+def _digits(values: dict[str, Any]) -> int:
+    return 1 if values["tflops_per_device"] >= 10 else 4
+
+
+def evaluation_line(name: str, loss: float, iteration: int) -> str:
+    """Megatron-LM's line of an evaluation."""
+    perplexity = math.exp(min(20.0, loss))
+    return (
+        f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        f" lm loss PPL: {perplexity:.6E} |"
+    )
+
+
+class Clock:
+    """Seconds of training alone: evaluations and saves in between are left out."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._elapsed = 0.0
+
+    def stop(self) -> None:
+        self._elapsed += time.perf_counter() - self._started
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        self.stop()
+        elapsed, self._elapsed = self._elapsed, 0.0
+        self.start()
+        return elapsed

@@ -1,0 +1,140 @@
+"""A whole run, from its configuration to its end."""
+
+import math
+
+import torch.distributed as dist
+
+from megadiff.checkpoint.manager import CheckpointManager
+from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
+from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
+from megadiff.parallel.parameter import named_sections
+from megadiff.training import checkpointing
+from megadiff.training.checkpointing import Progress
+from megadiff.training.data import RunData, build_data, set_vocabulary
+from megadiff.training.engine import NativeEngine
+from megadiff.training.log import RunLog
+from megadiff.training.loop import Run, train
+from megadiff.training.setup import Environment, start, world_size
+from megadiff.training.stop import StopRequests
+
+
+def main(argv: list[str]) -> None:
+    """Pretrain as the command line says. Nothing is started before the configuration is valid."""
+    config = load_config(argv)
+    validate(config, world_size())
+    pretrain(config)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pretrain(config: Config) -> str:
+    """Run a validated configuration on this rank; returns why it ended.
+
+    Raises ConfigError, DataError or CheckpointError for what a user can mend.
+    """
+    t = config.training
+    assert t.train_iters is not None and t.global_batch_size is not None
+    eod = set_vocabulary(config)
+    try:
+        schedule = make_schedule(
+            config.optimizer,
+            train_samples=t.train_iters * t.global_batch_size,
+            global_batch_size=t.global_batch_size,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    env = start(config)
+    data = build_data(config, env.mesh.dp, eod)
+    saved = checkpointing.find(config, env)
+    manager = None
+    if config.checkpoint.save is not None:
+        proven = None if saved is None else saved.progress.iteration
+        manager = CheckpointManager(config.checkpoint.save, proven=proven, group=env.control)
+    log = RunLog(config, env.is_main)
+    log.line(to_yaml(config).rstrip())
+    engine = NativeEngine(config, env)
+    progress = Progress()
+    if saved is not None:
+        progress, schedule = resume(saved, config, schedule, data, engine, env, log)
+    describe(engine, data, env, log)
+
+    def save(progress: Progress) -> None:
+        if manager is None:
+            return
+        seconds = checkpointing.save(
+            manager, config, engine, env, schedule, data.identity, progress
+        )
+        log.line(
+            f" saved checkpoint of iteration {progress.iteration} in {manager.root} "
+            f"({seconds:.1f} s)"
+        )
+
+    requests = StopRequests.install(t)
+    run = Run(config, env, engine, data, schedule, log, requests, save)
+    reason = train(run, progress)
+    log.line(f" ended at iteration {progress.iteration}: {reason}")
+    log.close()
+    return reason
+
+
+def resume(
+    saved: checkpointing.Saved,
+    config: Config,
+    schedule: Schedule,
+    data: RunData,
+    engine: NativeEngine,
+    env: Environment,
+    log: RunLog,
+) -> tuple[Progress, Schedule]:
+    """Load `saved` into `engine`; the progress and the schedule to go on with.
+
+    Raises CheckpointError when it can not be loaded or the data are not those it was trained on.
+    """
+    if config.checkpoint.finetune:
+        checkpointing.restore(saved, engine, env, weights_only=True)
+        log.line(f" loaded the weights of {saved.path}, starting at iteration 0")
+        return Progress(), schedule
+    differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
+    if differences:
+        raise CheckpointError(
+            f"{saved.path} was trained on other data or in another order: "
+            + "; ".join(differences)
+            + ". Go on with the same data, or take its weights alone with --finetune"
+        )
+    o = config.optimizer
+    try:
+        schedule = resume_schedule(
+            schedule,
+            saved.metadata["schedule"],
+            override_opt_param_scheduler=o.override_opt_param_scheduler,
+            use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{saved.path}: {error}") from None
+    checkpointing.restore(saved, engine, env, weights_only=False)
+    progress = saved.progress
+    log.line(f" resumed from {saved.path} at iteration {progress.iteration}")
+    for change in checkpointing.configuration_changes(saved.metadata["config"], config):
+        log.line(f"   changed since: {change}")
+    return progress, schedule
+
+
+def describe(engine: NativeEngine, data: RunData, env: Environment, log: RunLog) -> None:
+    """Tell what is about to be trained, on what and how."""
+    mesh = env.mesh
+    log.line(
+        f" model: {parameter_count(engine):,} parameters | {mesh.world_size} x {env.device.type}, "
+        f"{str(env.dtype).removeprefix('torch.')}: tensor {mesh.tp.size} x pipeline "
+        f"{mesh.pp.size} x context {mesh.cp.size} x data {mesh.dp.size}"
+    )
+    parts = [f"{len(data.train.dataset):,} training"]
+    parts += [f"{data.valid_samples:,} validation"] if data.valid else []
+    parts += [f"{data.test_samples:,} test"] if data.test else []
+    log.line(f" data: {', '.join(parts)} samples of {data.train.seq_length} tokens")
+
+
+def parameter_count(engine: NativeEngine) -> int:
+    """Parameters of the whole model, without padding, whatever part of it this rank holds."""
+    shapes = {s.name: s.shape for _, s in named_sections(engine.model)}
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,90 @@
+"""From a validated configuration to this process's place in the run: device, groups, seeds."""
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megadiff.config import Config, ConfigError
+from megadiff.parallel.mesh import ParallelMesh, build_mesh
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where this process computes and whom it talks to.
+
+    `control` is a gloo group of all ranks for small messages between hosts, which never wait for a
+    device (None for a single process). Its collectives fail at once when a rank is gone.
+    """
+
+    mesh: ParallelMesh
+    device: torch.device
+    dtype: torch.dtype  # of the parameters
+    control: dist.ProcessGroup | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.mesh.rank == 0
+
+
+def world_size() -> int:
+    """The number of processes that the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(config: Config) -> Environment:
+    """Pick the device, start the process groups and seed every generator.
+
+    Raises ConfigError when the device that is asked for is not there.
+    """
+    device = _pick_device(config)
+    parallel = config.parallel
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    control: Any = None
+    if world_size() > 1 and not dist.is_initialized():
+        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=device if backend == "nccl" else None
+        )
+    if dist.is_initialized():
+        if dist.get_backend() == "gloo":
+            control = dist.group.WORLD
+        else:
+            control = dist.new_group(timeout=timeout, backend="gloo")
+    mesh = build_mesh(
+        tensor=parallel.tensor_model_parallel_size,
+        kv_copies=max(1, parallel.tensor_model_parallel_size // config.model.query_groups),
+        sequence_parallel=parallel.sequence_parallel,
+        timeout=timeout,
+        device_type=device.type,
+    )
+    _seed(config.training.seed)
+    if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return Environment(mesh, device, getattr(torch, config.training.dtype), control)
+
+
+def _pick_device(config: Config) -> torch.device:
+    name = config.training.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"local rank {index} has no GPU: this node shows {count}; start at most {count} "
+            "processes on it, or give --device cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  libraries that draw from the global generator
+    torch.manual_seed(seed)

@@ -1,0 +1,68 @@
+"""Reasons to stop before the last step, on which all ranks agree at a step's boundary."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megadiff.config import TrainingConfig
+
+_SECOND_SIGNAL = 3.0  # seconds: torchrun repeats a terminal's signal at once, a person later
+
+
+@dataclass
+class StopRequests:
+    """What this rank has seen: the first SIGTERM or SIGINT, and the time."""
+
+    exit_duration: float | None  # seconds
+    started: float = field(default_factory=time.monotonic)
+    signal: int | None = None
+    signalled: float = 0.0
+
+    @classmethod
+    def install(cls, config: TrainingConfig) -> "StopRequests":
+        """Catch SIGTERM and SIGINT from here on; a second one, seconds later, ends at once."""
+        minutes = config.exit_duration_in_mins
+        requests = cls(None if minutes is None else 60 * minutes)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, requests._handle)
+        return requests
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self.signalled = number, now
+        elif now - self.signalled > _SECOND_SIGNAL:
+            os._exit(128 + number)
+
+    @property
+    def expired(self) -> bool:
+        limit = self.exit_duration
+        return limit is not None and time.monotonic() - self.started > limit
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know together before a global batch."""
+
+    tokens: int  # unmasked tokens of the global batch
+    stop: str | None  # why to stop now, the same on every rank
+
+
+def agree(
+    tokens: int, requests: StopRequests, group: dist.ProcessGroup | None, copies: int
+) -> Agreement:
+    """The unmasked tokens of the global batch, and whether to stop; one message between hosts.
+
+    `tokens` are this rank's; each is seen by `copies` ranks (tensor, pipeline and context).
+    """
+    seen = torch.tensor([tokens, requests.signal is not None, requests.expired], dtype=torch.int64)
+    if group is not None:
+        dist.all_reduce(seen, group=group)
+    total, signalled, expired = seen.tolist()
+    stop = "signal" if signalled else "exit duration" if expired else None
+    return Agreement(total // copies, stop)
