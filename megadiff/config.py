@@ -214,6 +214,9 @@ class OptimizerConfig:
     overlap_grad_reduce: bool = _option(
         True, "reduce gradients over data-parallel ranks while backward runs"
     )
+    overlap_param_gather: bool = _option(
+        False, "gather the updated parameters of the sharded optimizer while forward runs"
+    )
     accumulate_allreduce_grads_in_fp32: bool = _option(
         True, "accumulate and reduce gradients in float32, else in the parameters' type"
     )
@@ -577,6 +580,10 @@ def _validate_training(config: Config, world_size: int) -> None:
     _require(
         0 <= o.lr_warmup_iters <= decay,
         f"--lr-warmup-iters {o.lr_warmup_iters} is longer than the schedule of {decay} steps",
+    )
+    _require(
+        o.use_distributed_optimizer or not o.overlap_param_gather,
+        "--overlap-param-gather needs --use-distributed-optimizer",
     )
     _require_positive(config.checkpoint, "save_interval")
     _require_positive(config.logging, "log_interval")

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from megadiff.parallel.collectives import all_gather_single, reduce_scatter_single
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
 
 @dataclass
 class Slot:
@@ -96,6 +98,7 @@ class Buckets:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+        self.gather_order = list(reversed(self.buckets))  # that of the next forward
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._writers = {slot.name: index % self.world for index, slot in enumerate(slots)}
         self.zero(1)
@@ -157,13 +160,34 @@ class Buckets:
                 dist.all_reduce(bucket.own_gradients, group=bucket.tie_group)
 
     def gather(self) -> None:
-        """Start to fetch the ranges that other ranks updated, in the order of the next forward."""
+        """Start to fetch the ranges that other ranks updated; `wait` before they are read."""
         if not self.sharded:
             return
-        for bucket in reversed(self.buckets):
+        for bucket in self.gather_order:
             bucket.gathering = all_gather_single(
                 bucket.parameters, bucket.own_parameters, group=self.group, async_op=True
             )
+
+    def wait_in_forward(self, chunks: Sequence[nn.Module]) -> None:
+        """From now on forward waits for gathered parameters, just before it needs them.
+
+        A member of a ModuleList or ModuleDict (a block) waits for all parameters below it, and each
+        of `chunks` for its parameters outside of such members, which are gathered first. Who reads
+        parameters elsewhere calls `wait`.
+        """
+        place = {slot.parameter: b for b in self.buckets for slot in b.slots}
+        order: list[Bucket] = []
+        for chunk in chunks:
+            blocks = [
+                m for c in chunk.modules() if isinstance(c, _CONTAINERS) for m in c.children()
+            ]
+            inside = {parameter for block in blocks for parameter in block.parameters()}
+            outside = [p for p in chunk.parameters() if p not in inside]
+            for module, parameters in [(chunk, outside), *((m, m.parameters()) for m in blocks)]:
+                needed = list({id(b): b for p in parameters if (b := place.get(p))}.values())
+                order += needed
+                module.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
+        self.gather_order = list({id(b): b for b in order}.values())
 
     def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Make the updated parameters of `buckets` (all by default) visible to what runs next."""

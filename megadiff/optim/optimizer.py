@@ -72,6 +72,8 @@ class Optimizer:
             alignment=alignment,
             ties=ties,
         )
+        if config.overlap_param_gather:
+            self.buckets.wait_in_forward(chunks)
         self._norm_groups = [
             group
             for group in (
@@ -189,6 +191,11 @@ class Optimizer:
         for shard in self.shards:
             shard.publish()
         self.buckets.gather()
+        if not self.config.overlap_param_gather:
+            self.buckets.wait()
+
+    def wait_for_parameters(self) -> None:
+        """Before anything but forward reads parameters, where `overlap_param_gather` is on."""
         self.buckets.wait()
 
     def state_pieces(self) -> Iterator[StatePiece]:
