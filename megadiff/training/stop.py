@@ -16,7 +16,7 @@ _SECOND_SIGNAL = 3.0  # seconds: torchrun repeats a terminal's signal at once, a
 
 @dataclass
 class StopRequests:
-    """What this rank has seen: the first SIGTERM or SIGINT, and the time."""
+    """What this rank has seen: the first signal to stop, and the time."""
 
     exit_duration: float | None  # seconds
     started: float = field(default_factory=time.monotonic)
@@ -25,10 +25,13 @@ class StopRequests:
 
     @classmethod
     def install(cls, config: TrainingConfig) -> "StopRequests":
-        """Catch SIGTERM and SIGINT from here on; a second one, seconds later, ends at once."""
+        """Catch SIGTERM, SIGINT and SIGUSR1 from here on; a second, seconds later, ends at once.
+
+        SIGUSR1 is what clusters send ahead of a time limit.
+        """
         minutes = config.exit_duration_in_mins
         requests = cls(None if minutes is None else 60 * minutes)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, requests._handle)
         return requests
 
