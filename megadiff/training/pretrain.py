@@ -50,7 +50,7 @@ def pretrain(config: Config) -> str:
     manager = None
     if config.checkpoint.save is not None:
         proven = None if saved is None else saved.progress.iteration
-        manager = CheckpointManager(config.checkpoint.save, proven=proven, group=env.control)
+        manager = CheckpointManager(config.checkpoint.save, proven=proven)
     log = RunLog(config, env.is_main)
     log.line(to_yaml(config).rstrip())
     engine = NativeEngine(config, env)
