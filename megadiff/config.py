@@ -29,8 +29,15 @@ def _option(default: Any, text: str, *, aliases: dict[str, Any] | None = None) -
     return field(default=default, metadata=metadata)
 
 
-TokenMixer = Literal["standard", "diff_v1", "diff_v2"]
-MIXER_SYMBOLS: dict[str, TokenMixer] = {"*": "standard", "1": "diff_v1", "2": "diff_v2"}
+TokenMixer = Literal["standard", "diff_v1", "diff_v2", "delta_net", "gated_delta_net"]
+MIXER_SYMBOLS: dict[str, TokenMixer] = {
+    "*": "standard",
+    "1": "diff_v1",
+    "2": "diff_v2",
+    "D": "delta_net",
+    "G": "gated_delta_net",
+}
+DELTA_MIXERS = ("delta_net", "gated_delta_net")
 
 
 @dataclass
@@ -53,7 +60,9 @@ class ModelConfig:
     )
     token_mixer: TokenMixer = _option("diff_v2", "token mixer of every layer")
     hybrid_layer_pattern: str | None = _option(
-        None, "one symbol a layer, repeated to all: * standard, 1 diff_v1, 2 diff_v2"
+        None,
+        "one symbol a layer, repeated to all: * standard, 1 diff_v1, 2 diff_v2, D delta_net, "
+        "G gated_delta_net; DDD2 makes every fourth layer an attention",
     )
     swiglu: bool = _option(True, "gated MLP with SiLU instead of GELU")
     mlp_bias: bool = _option(False, "biases in the MLP", aliases={"--disable-bias-linear": False})
@@ -86,6 +95,22 @@ class ModelConfig:
     diff_value_width: Literal["2d", "d"] = _option(
         "2d", "diff_v1: width of a value head in units of the query head's width d"
     )
+    delta_num_heads: int | None = _option(
+        None, "heads of a delta layer; --num-attention-heads by default"
+    )
+    delta_expand_k: float = _option(1.0, "delta layers: width of all keys in units of hidden")
+    delta_expand_v: float = _option(1.0, "delta layers: width of all values in units of hidden")
+    delta_use_beta: bool = _option(True, "delta layers: learned writing strength instead of 1")
+    delta_allow_neg_eigval: bool = _option(False, "delta layers: writing strength up to 2, not 1")
+    delta_use_gate: bool | None = _option(
+        None, "delta layers: SiLU gate on the output; only gated_delta_net has it by default"
+    )
+    delta_conv_size: int = _option(4, "delta layers: width of the short convolution; 0 for none")
+    delta_conv_bias: bool = _option(False, "delta layers: bias in the short convolution")
+    delta_qk_activation: Literal["silu", "relu", "elu", "identity"] = _option(
+        "silu", "delta layers: activation of q and k (elu is elu(x) + 1)"
+    )
+    delta_qk_norm: Literal["l2", "sum"] = _option("l2", "delta layers: norm of q and k")
     attention_dropout: float = _option(0.0, "accepted at 0 for Megatron's scripts; not offered")
     hidden_dropout: float = _option(0.0, "accepted at 0 for Megatron's scripts; not offered")
 
@@ -101,6 +126,22 @@ class ModelConfig:
         if self.kv_channels is not None:
             return self.kv_channels
         return self.hidden_size // (self.num_attention_heads * (2 if mixer == "diff_v1" else 1))
+
+    @property
+    def mixers(self) -> set[TokenMixer]:
+        """The token mixers of all layers."""
+        return {self.mixer_of_layer(layer) for layer in range(self.num_layers)}
+
+    @property
+    def delta_heads(self) -> int:
+        return self.delta_num_heads or self.num_attention_heads
+
+    @property
+    def delta_widths(self) -> tuple[int, int]:
+        """Widths of a key and of a value head of the delta layers."""
+        hidden, heads = self.hidden_size, self.delta_heads
+        widths = (hidden * self.delta_expand_k / heads, hidden * self.delta_expand_v / heads)
+        return round(widths[0]), round(widths[1])
 
     @property
     def query_groups(self) -> int:
@@ -507,8 +548,8 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
             f"--hybrid-layer-pattern has {len(pattern)} symbols, which do not divide "
             f"--num-layers {m.num_layers}",
         )
-    mixers: set[TokenMixer] = {m.mixer_of_layer(layer) for layer in range(m.num_layers)}
-    for mixer in mixers:
+    _validate_delta(m)
+    for mixer in m.mixers.difference(DELTA_MIXERS):
         heads = m.num_attention_heads * (2 if mixer == "diff_v1" else 1)
         _require(
             m.kv_channels is not None or m.hidden_size % heads == 0,
@@ -527,6 +568,36 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
         )
 
 
+def _validate_delta(m: ModelConfig) -> None:
+    if m.mixers.isdisjoint(DELTA_MIXERS):
+        for f in dataclasses.fields(m):
+            _require(
+                not f.name.startswith("delta_") or getattr(m, f.name) == f.default,
+                f"--{f.name.replace('_', '-')} is set, but no layer is one of "
+                f"{', '.join(DELTA_MIXERS)}",
+            )
+        return
+    _require_positive(m, "delta_num_heads", "delta_expand_k", "delta_expand_v")
+    heads = m.delta_heads
+    for name, head_width in zip(("delta_expand_k", "delta_expand_v"), m.delta_widths, strict=True):
+        width = m.hidden_size * getattr(m, name)
+        _require(
+            head_width > 0 and math.isclose(head_width * heads, width),
+            f"--{name.replace('_', '-')} {getattr(m, name)} x --hidden-size {m.hidden_size} = "
+            f"{width} is not a multiple of the {heads} heads of the delta layers",
+        )
+    _require(m.delta_conv_size >= 0, f"--delta-conv-size is {m.delta_conv_size}, must be 0 or more")
+    _require(
+        m.delta_conv_size > 0 or not m.delta_conv_bias,
+        "--delta-conv-bias needs a convolution, and --delta-conv-size is 0",
+    )
+    _require(
+        m.delta_qk_norm != "sum" or m.delta_qk_activation in ("relu", "elu"),
+        "--delta-qk-norm sum divides by the sum of the entries, which must not be negative: use it "
+        f"with --delta-qk-activation relu or elu, not {m.delta_qk_activation}",
+    )
+
+
 def _validate_split(config: Config, world_size: int) -> None:
     m, p = config.model, config.parallel
     _require_positive(p, "tensor_model_parallel_size", "distributed_timeout_minutes")
@@ -539,6 +610,11 @@ def _validate_split(config: Config, world_size: int) -> None:
         m.num_attention_heads % tp == 0,
         f"--num-attention-heads {m.num_attention_heads} is not a multiple of "
         f"--tensor-model-parallel-size {tp}",
+    )
+    _require(
+        m.mixers.isdisjoint(DELTA_MIXERS) or m.delta_heads % tp == 0,
+        f"the delta layers' {m.delta_heads} heads are not a multiple of "
+        f"--tensor-model-parallel-size {tp}; set --delta-num-heads",
     )
     groups = m.query_groups
     _require(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megadiff.config import ModelConfig, TokenMixer
 from megadiff.models.attention import DiffAttentionV1, DiffAttentionV2, StandardAttention
+from megadiff.models.delta_net import DeltaNet, GatedDeltaNet
 from megadiff.models.geometry import Geometry
 from megadiff.models.mixer import Mixer
 from megadiff.models.mlp import MLP
@@ -17,6 +18,8 @@ MIXERS: dict[TokenMixer, Callable[..., Mixer]] = {
     "standard": StandardAttention,
     "diff_v1": DiffAttentionV1,
     "diff_v2": DiffAttentionV2,
+    "delta_net": DeltaNet,
+    "gated_delta_net": GatedDeltaNet,
 }
 
 

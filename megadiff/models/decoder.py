@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megadiff.config import ModelConfig, TokenMixer
+from megadiff.config import DELTA_MIXERS, ModelConfig, TokenMixer
 from megadiff.kernels import rotary_cos_sin
 from megadiff.models.block import Block
 from megadiff.models.geometry import Geometry
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         self.vocab_size: int = config.vocab_size
         self.dtype = dtype
         mixers: set[TokenMixer] = {config.mixer_of_layer(layer) for layer in stage.layers}
-        self.rotary_widths = sorted({config.head_width(mixer) for mixer in mixers})
+        self.rotary_widths = sorted({config.head_width(m) for m in mixers.difference(DELTA_MIXERS)})
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         tied = not config.untie_embeddings_and_output_weights
         init = Init(config.init_method_std)

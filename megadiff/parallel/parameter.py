@@ -7,7 +7,7 @@ sections. Initialisation, gradient norm, optimizer groups, checkpoints and expor
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +28,14 @@ class Init:
     std: float = 0.0
     mean: float = 0.0
     uniform: bool = False  # uniform on [mean - std * sqrt(3), mean + std * sqrt(3)], same std
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the drawn values
+
+
+def uniform(
+    low: float, high: float, transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Init:
+    """Initial values uniform on [low, high], or such values transformed."""
+    return Init((high - low) / math.sqrt(12), (low + high) / 2, True, transform)
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,8 @@ def _global_slice(section: Section, dim: int, seed: int) -> torch.Tensor:
             )
         else:
             values.normal_(section.init.mean, section.init.std, generator=generator)
+        if section.init.transform is not None:
+            values = section.init.transform(values)
         parts.append(values[max(first - begin, 0) : min(last, end) - begin])
     full = torch.cat(parts)
     return full if dim == 0 else full.narrow(dim, section.offset, section.length)

@@ -1,11 +1,12 @@
 """Parameter counts of published sizes, and what the decoder promises."""
 
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
 
-from megadiff.config import ModelConfig
+from megadiff.config import ModelConfig, TokenMixer
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.parameter import initialize, named_sections
 
@@ -45,6 +46,9 @@ def test_diff_v2_has_the_parameters_of_a_transformer_with_half_as_many_heads_mor
     assert parameter_count(v2) - lambda_rows == parameter_count(wide)
 
 
+MIXERS = get_args(TokenMixer)
+
+
 def small_decoder(**options) -> Decoder:
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 50}
     model = Decoder(ModelConfig(**shape | options), dtype=torch.float64)
@@ -52,7 +56,7 @@ def small_decoder(**options) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("mixer", ["standard", "diff_v1", "diff_v2"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_a_token_sees_no_later_token(mixer):
     model = small_decoder(token_mixer=mixer)
     tokens = torch.randint(0, 50, (1, 12))
@@ -64,7 +68,7 @@ def test_a_token_sees_no_later_token(mixer):
     assert not torch.allclose(before[0, 7:], after[0, 7:])
 
 
-@pytest.mark.parametrize("mixer", ["standard", "diff_v1", "diff_v2"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_packed_documents_equal_documents_alone(mixer):
     model = small_decoder(token_mixer=mixer)
     tokens = torch.randint(0, 50, (2, 6))
@@ -78,7 +82,7 @@ def test_packed_documents_equal_documents_alone(mixer):
         torch.testing.assert_close(packed[begin:end], alone[0, :, :], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mixer", ["standard", "diff_v1", "diff_v2"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_cached_logits_equal_uncached_ones(mixer):
     """Prompts of unequal length, padded on the right; a chunk of tokens, then single ones."""
     model = small_decoder(token_mixer=mixer)

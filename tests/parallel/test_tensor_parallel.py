@@ -26,6 +26,9 @@ CASES = {
         token_mixer="diff_v1", diff_head_norm="none", diff_value_width="d", diff_lambda_init=0.5
     ),
     "diff_v2": ModelConfig(token_mixer="diff_v2"),
+    "delta_net": ModelConfig(token_mixer="delta_net", delta_conv_bias=True, delta_expand_v=2.0),
+    "gated_delta_net": ModelConfig(token_mixer="gated_delta_net", delta_expand_k=0.5),
+    "hybrid": ModelConfig(hybrid_layer_pattern="D2", delta_use_gate=True, delta_use_beta=False),
     "pattern_untied": ModelConfig(
         hybrid_layer_pattern="12", untie_embeddings_and_output_weights=True
     ),
