@@ -72,6 +72,10 @@ class ModelConfig:
         "rope", "how positions enter the model"
     )
     rotary_base: float = _option(10000.0, "base of the rotary frequencies")
+    use_rope_scaling: bool = _option(
+        False, "stretch the rotary frequencies as Llama 3.1 does, from a context of 8192"
+    )
+    rope_scaling_factor: float = _option(8.0, "by how much; 8 for Llama 3.1 and 32 for Llama 3.2")
     rotary_interleaved: bool = _option(
         True, "rotate pairs (2i, 2i + 1), as published for DIFF, instead of the two halves"
     )
@@ -524,7 +528,7 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
     _require_positive(
         m, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "ffn_hidden_size", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by",
-        "norm_epsilon", "rotary_base",
+        "norm_epsilon", "rotary_base", "rope_scaling_factor",
     )  # fmt: skip
     _require(
         m.attention_dropout == 0 and m.hidden_dropout == 0,

@@ -1,21 +1,44 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864)."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from megadiff.kernels.reference import wide
 
+# Llama 3.1 and 3.2 were trained on contexts of this length before their positions were stretched.
+_LLAMA3_CONTEXT = 8192
 
-def rotary_cos_sin(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of `positions * base^(-2i / dim)`, each `[*positions.shape, dim / 2]`.
 
-    The angles are computed in float64, where a position of 10^6 keeps all its digits. Returned in
-    float64 for float64 positions, else in float32.
+def rotary_frequencies(dim: int, base: float, scaling_factor: float | None = None) -> Tensor:
+    """`base^(-2i / dim)`, `[dim / 2]` float64: the turn per position of each pair of columns.
+
+    `scaling_factor` stretches them as Llama 3.1 does ("llama3" in Hugging Face's configurations):
+    frequencies with a wavelength over 8192 positions are divided by the factor, those under a
+    quarter of that stay, and those between go over smoothly.
     """
     if dim % 2:
         raise ValueError(f"the rotary width must be even; got {dim}")
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
-    angles = positions.to(torch.float64).unsqueeze(-1) * base**-exponents
+    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if scaling_factor is None:
+        return frequencies
+    turns = _LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # in the original context
+    kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling_factor)
+
+
+def rotary_cos_sin(
+    positions: Tensor, dim: int, base: float = 10000.0, scaling_factor: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of `positions * frequency`, each `[*positions.shape, dim / 2]`.
+
+    `base` and `scaling_factor` as in `rotary_frequencies`. The angles are computed in float64,
+    where a position of 10^6 keeps all its digits. Returned in float64 for float64 positions, else
+    in float32.
+    """
+    frequencies = rotary_frequencies(dim, base, scaling_factor).to(positions.device)
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

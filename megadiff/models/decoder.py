@@ -146,6 +146,8 @@ class Decoder(nn.Module):
         rotary = {}
         if self.config.position_embedding_type == "rope":
             at = positions.double() if self.dtype == torch.float64 else positions
+            base = self.config.rotary_base
+            factor = self.config.rope_scaling_factor if self.config.use_rope_scaling else None
             for width in self.rotary_widths:
-                rotary[width] = rotary_cos_sin(at, width, self.config.rotary_base)
+                rotary[width] = rotary_cos_sin(at, width, base, factor)
         return Geometry(positions, cu_seqlens, rotary)

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
 from megadiff.kernels import rotary, rotary_cos_sin
+from megadiff.kernels.rotary import rotary_frequencies
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -35,6 +38,19 @@ def test_scores_depend_on_the_distance_only() -> None:
         scores.append((turned_q[0] * turned_k[1]).sum())
     torch.testing.assert_close(scores[1], scores[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(scores[2], scores[0], rtol=1e-9, atol=1e-9)
+
+
+def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones() -> None:
+    plain, scaled = rotary_frequencies(64, 500_000.0), rotary_frequencies(64, 500_000.0, 32.0)
+    wavelength = 2 * math.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    between = ~short & ~long
+    assert short.any() and long.any() and between.any()
+    assert torch.equal(scaled[short], plain[short])
+    torch.testing.assert_close(scaled[long], plain[long] / 32)
+    smooth = (8192 / wavelength - 1) / (4 - 1)  # as in Llama's code
+    expected = (1 - smooth) * plain / 32 + smooth * plain
+    torch.testing.assert_close(scaled[between], expected[between])
 
 
 def test_dtypes() -> None:

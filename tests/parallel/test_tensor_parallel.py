@@ -29,6 +29,9 @@ CASES = {
     "delta_net": ModelConfig(token_mixer="delta_net", delta_conv_bias=True, delta_expand_v=2.0),
     "gated_delta_net": ModelConfig(token_mixer="gated_delta_net", delta_expand_k=0.5),
     "hybrid": ModelConfig(hybrid_layer_pattern="D2", delta_use_gate=True, delta_use_beta=False),
+    "diff_v2_rope_scaling": ModelConfig(
+        token_mixer="diff_v2", rotary_interleaved=False, use_rope_scaling=True, rotary_base=5e5
+    ),
     "pattern_untied": ModelConfig(
         hybrid_layer_pattern="12", untie_embeddings_and_output_weights=True
     ),
