@@ -293,6 +293,11 @@ class CheckpointConfig:
 
     save: str | None = _option(None, "folder to save checkpoints in")
     save_interval: int | None = _option(None, "steps between saves; only at the end by default")
+    async_save: bool = _option(False, "write in the background; training waits for a copy only")
+    keep_last_n_checkpoints: int | None = _option(None, "how many to keep; all by default")
+    save_retain_interval: int | None = _option(
+        None, "keep steps divisible by this beyond --keep-last-n-checkpoints"
+    )
     load: str | None = _option(None, "folder to resume from")
     ckpt_step: int | None = _option(None, "step to load; the newest by default")
     finetune: bool = _option(False, "load weights only and start at step 0")
@@ -665,7 +670,9 @@ def _validate_training(config: Config, world_size: int) -> None:
         o.use_distributed_optimizer or not o.overlap_param_gather,
         "--overlap-param-gather needs --use-distributed-optimizer",
     )
-    _require_positive(config.checkpoint, "save_interval")
+    _require_positive(
+        config.checkpoint, "save_interval", "keep_last_n_checkpoints", "save_retain_interval"
+    )
     _require_positive(config.logging, "log_interval")
     _require(
         config.checkpoint.save_interval is None or config.checkpoint.save is not None,

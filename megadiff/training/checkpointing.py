@@ -1,12 +1,10 @@
 """What a run saves and takes up again: weights, optimizer, schedule, generators, progress.
 
-Tensors have global names: `layers.3.mixer.q.weight` for a weight, and the same behind
-`optimizer.exp_avg.` (`optimizer.main_weight.`, ...) for the state of the optimizer. Everything else
-is JSON beside them.
+Tensors have global names: `layers.3.mixer.q.weight` for a weight, the same behind
+`optimizer.exp_avg.` (`optimizer.main_weight.`, ...) for the state of the optimizer, and `rng.` for
+those of random generators. Everything else is JSON beside them.
 """
 
-import base64
-import dataclasses
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +12,14 @@ from typing import Any
 
 import torch
 
+from megadiff.checkpoint import rng
 from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces, module_tensors
 from megadiff.checkpoint.storage import load, read_metadata
-from megadiff.config import Config, ModelConfig, to_dict
+from megadiff.config import Config, ModelConfig, TokenMixer, to_dict
 from megadiff.optim.optimizer import Optimizer
 from megadiff.optim.schedule import Schedule
-from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import record_of
 from megadiff.training.engine import Engine
 from megadiff.training.setup import Environment
@@ -37,16 +35,14 @@ class Progress:
     consumed_samples: int = 0
 
 
-def optimizer_tensors(optimizer: Optimizer, mesh: ParallelMesh) -> Tensors:
+def optimizer_tensors(optimizer: Optimizer) -> Tensors:
     """The state of the optimizer by global name, as this rank holds it."""
-    sharded = optimizer.buckets.sharded
     tensors: Tensors = {}
     for piece in optimizer.state_pieces():
         parameter = piece.parameter
         stop = piece.start + piece.values.numel()
-        write = sharded or mesh.dp_cp.rank == 0
         for section, part in flat_pieces(
-            record_of(parameter), parameter.shape, piece.start, stop, piece.values, write
+            record_of(parameter), parameter.shape, piece.start, stop, piece.values, piece.write
         ):
             add_piece(tensors, f"{OPTIMIZER}{piece.key}.{section.name}", section.shape, part)
     return tensors
@@ -62,15 +58,15 @@ def save(
     progress: Progress,
 ) -> float:
     """Save a checkpoint of `progress.iteration`; the seconds it took. Raises CheckpointError."""
+    engine.optimizer.wait_for_parameters()
     replicas = env.mesh.dp_cp
     tensors = module_tensors(engine.model, replicas.rank, replicas.size)
-    tensors |= optimizer_tensors(engine.optimizer, env.mesh)
+    tensors |= optimizer_tensors(engine.optimizer) | rng.rng_tensors()
     metadata = {
         "progress": asdict(progress),
         "optimizer": engine.optimizer.state_scalars(),
         "schedule": asdict(schedule),
         "data": data,
-        "generators": _generators(env.device),
         "config": to_dict(config),
         "versions": versions(),
     }
@@ -120,14 +116,18 @@ def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: boo
     """
     tensors = module_tensors(engine.model)
     if weights_only:
-        load(saved.path, tensors, ignore=[OPTIMIZER], group=env.control)
+        load(saved.path, tensors, ignore=[OPTIMIZER, rng.PREFIX], group=env.control)
         engine.optimizer.main_weights_from_parameters()
         return
-    tensors |= optimizer_tensors(engine.optimizer, env.mesh)
-    load(saved.path, tensors, group=env.control)
+    tensors |= optimizer_tensors(engine.optimizer)
+    generators = rng.rng_tensors()
+    if rng.matches(saved.path, generators):
+        load(saved.path, tensors | generators, group=env.control)
+        rng.set_rng(generators)
+    else:  # another number of ranks goes on with fresh generators
+        load(saved.path, tensors, ignore=[rng.PREFIX], group=env.control)
     engine.optimizer.load_scalars(saved.metadata["optimizer"])
     engine.optimizer.parameters_from_main_weights()
-    _restore_generators(saved.metadata["generators"], env.device)
 
 
 def model_differences(saved: dict[str, Any], config: Config) -> list[str]:
@@ -143,16 +143,16 @@ def model_differences(saved: dict[str, Any], config: Config) -> list[str]:
 
 def _resolved(m: ModelConfig, seq_length: int) -> dict[str, Any]:
     """The fields that define the weights and what they mean, with their defaults filled in."""
-    values = dataclasses.asdict(m)
+    values = asdict(m)
     for key in (
         "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "init_method_std",
         "diff_lambda_std", "token_mixer", "hybrid_layer_pattern",
     ):  # fmt: skip
         del values[key]
-    mixers = [m.mixer_of_layer(layer) for layer in range(m.num_layers)]
+    mixers: list[TokenMixer] = [m.mixer_of_layer(layer) for layer in range(m.num_layers)]
     values["token_mixer"] = mixers[0] if len(set(mixers)) == 1 else " ".join(mixers)
     values["num_query_groups"] = m.query_groups
-    values["kv_channels"] = {mixer: m.head_width(mixer) for mixer in sorted(set(mixers))}
+    values["kv_channels"] = {mixer: m.head_width(mixer) for mixer in dict.fromkeys(mixers)}
     values["ffn_hidden_size"] = m.ffn_size
     learned = m.position_embedding_type == "learned_absolute"
     values["max_position_embeddings"] = m.max_position_embeddings or seq_length if learned else None
@@ -176,21 +176,3 @@ def configuration_changes(saved: dict[str, Any], config: Config) -> list[str]:
         for key, value in values.items()
         if saved.get(section, {}).get(key) != value
     ]
-
-
-def _generators(device: torch.device) -> dict[str, str]:
-    """States of torch's generators. All ranks draw alike: what differs by rank is not random."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {key: base64.b64encode(s.numpy().tobytes()).decode() for key, s in states.items()}
-
-
-def _restore_generators(saved: dict[str, str], device: torch.device) -> None:
-    states = {
-        key: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        for key, text in saved.items()
-    }
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

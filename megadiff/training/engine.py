@@ -67,7 +67,7 @@ class NativeEngine:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             loss = self._sum_of_losses(batch) / tokens
-            loss.backward()
+            self.optimizer.scale_loss(loss).backward()
             total += loss.detach()
         return total
 

@@ -105,7 +105,6 @@ def _log_interval(
     flops = training_flops_per_token(model, t.seq_length)
     values |= {
         "global_batch_size": t.global_batch_size,
-        "loss_scale": 1.0,
         "iteration_ms": 1000 * seconds,
         "tokens_per_second_per_device": tokens,
         "tflops_per_device": tokens * flops / 1e12,

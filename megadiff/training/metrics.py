@@ -22,13 +22,13 @@ class Interval:
 
     losses: list[Tensor] = field(default_factory=list)  # this rank's share of each step's loss
     skipped: list[Tensor] = field(default_factory=list)
-    grad_norm: Tensor | None = None  # of the last step
+    last: StepResult | None = None
     learning_rate: float = 0.0  # of the last step
 
     def add(self, loss: Tensor, result: StepResult, learning_rate: float) -> None:
         self.losses.append(loss)
         self.skipped.append(result.skipped)
-        self.grad_norm = result.grad_norm
+        self.last = result
         self.learning_rate = learning_rate
 
     def read(self, env: Environment) -> dict[str, Any]:
@@ -44,10 +44,11 @@ class Interval:
         skipped = torch.stack(self.skipped).tolist()
         values = losses.tolist()
         good = [x for x, s in zip(values, skipped, strict=True) if not s and math.isfinite(x)]
-        norm = math.nan if self.grad_norm is None else float(self.grad_norm)
+        assert self.last is not None
         return {
             "lm_loss": sum(good) / len(good) if good else math.nan,
-            "grad_norm": norm,
+            "grad_norm": float(self.last.grad_norm),
+            "loss_scale": float(self.last.loss_scale),
             "learning_rate": self.learning_rate,
             "skipped_iterations": sum(skipped),
             "nan_iterations": sum(not math.isfinite(x) for x in values),

@@ -1,6 +1,7 @@
 """A whole run, from its configuration to its end."""
 
 import math
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -49,30 +50,34 @@ def pretrain(config: Config) -> str:
     saved = checkpointing.find(config, env)
     manager = None
     if config.checkpoint.save is not None:
-        proven = None if saved is None else saved.progress.iteration
-        manager = CheckpointManager(config.checkpoint.save, proven=proven)
-    log = RunLog(config, env.is_main)
-    log.line(to_yaml(config).rstrip())
-    engine = NativeEngine(config, env)
-    progress = Progress()
-    if saved is not None:
-        progress, schedule = resume(saved, config, schedule, data, engine, env, log)
-    describe(engine, data, env, log)
-
-    def save(progress: Progress) -> None:
-        if manager is None:
-            return
-        seconds = checkpointing.save(
-            manager, config, engine, env, schedule, data.identity, progress
+        manager = CheckpointManager(
+            config.checkpoint.save,
+            keep_last=config.checkpoint.keep_last_n_checkpoints,
+            keep_every=config.checkpoint.save_retain_interval,
+            background=config.checkpoint.async_save,
+            proven=None if saved is None else saved.progress.iteration,
         )
-        log.line(
-            f" saved checkpoint of iteration {progress.iteration} in {manager.root} "
-            f"({seconds:.1f} s)"
-        )
+    with manager or nullcontext():
+        log = RunLog(config, env.is_main)
+        log.line(to_yaml(config).rstrip())
+        engine = NativeEngine(config, env)
+        progress = Progress()
+        if saved is not None:
+            progress, schedule = resume(saved, config, schedule, data, engine, env, log)
+        describe(engine, data, env, log)
 
-    requests = StopRequests.install(t)
-    run = Run(config, env, engine, data, schedule, log, requests, save)
-    reason = train(run, progress)
+        def save(progress: Progress) -> None:
+            if manager is not None:
+                seconds = checkpointing.save(
+                    manager, config, engine, env, schedule, data.identity, progress
+                )
+                log.line(
+                    f" saved iteration {progress.iteration} in {manager.root}; "
+                    f"training waited {seconds:.1f} s"
+                )
+
+        run = Run(config, env, engine, data, schedule, log, StopRequests.install(t), save)
+        reason = train(run, progress)
     log.line(f" ended at iteration {progress.iteration}: {reason}")
     log.close()
     return reason
