@@ -10,6 +10,7 @@ import gzip
 import lzma
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ BLOCK = 1 << 19  # bytes of text that a worker takes at a time
 LONGEST = 1 << 30  # bytes of one document: beyond, a file is no text with line ends
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
+FAILURES = (OSError, EOFError, zlib.error, lzma.LZMAError, DataError)  # of reading an input
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", *TEXT_SUFFIXES)
 
 
@@ -116,7 +118,7 @@ def read_blocks(
                 kind = _kind(path, input_format)
                 end = b"\n" if kind == "jsonl" else separator
                 yield from _text_blocks(path, kind, position, end)
-        except (OSError, EOFError, lzma.LZMAError, DataError) as error:
+        except FAILURES as error:
             yield Block("error", path, 0, str(error).encode(), Position(number + 1), 0)
 
 
@@ -155,42 +157,37 @@ def _text_blocks(path: str, kind: Kind, position: Position, end: bytes | None) -
 
 
 def _cut(chunks: Iterator[bytes], end: bytes | None) -> Iterator[bytes]:
-    """Regroup `chunks` so that all but the last piece stop after an `end`."""
-    held: list[bytes] = []  # without a whole `end` in it
-    size = 0
+    """Regroup `chunks` in pieces of about `BLOCK` bytes; all but the last stop after an `end`.
+
+    When the input fails on the way, the documents that came whole are given first.
+    """
+    held: list[bytes] = []
+    size, enough = 0, BLOCK
     failure: Exception | None = None
-    while True:
+    while failure is None:
         try:
             chunk = next(chunks, b"")
-        except (OSError, EOFError, lzma.LZMAError, DataError) as error:
+        except FAILURES as error:
             chunk, failure = b"", error
+        held.append(chunk)
+        size += len(chunk)
+        if chunk and size < enough:
+            continue
+        data = b"".join(held)
+        # split, not rfind: where separators overlap, as in five line ends, the first one counts
+        cut = size - len(data.split(end)[-1]) if end else 0
+        if not chunk and failure is None:
+            cut = size
+        if cut:
+            yield data[:cut]
         if not chunk:
             break
-        cut = _last_end(held, chunk, end) if end else 0
-        if cut:
-            yield b"".join([*held, chunk[:cut]])
-            held, size = [], 0
-        if chunk[cut:]:
-            held.append(chunk[cut:])
-            size += len(held[-1])
+        held, size = [data[cut:]], size - cut
+        enough = max(BLOCK, 2 * size)  # so that a long document is searched few times
         if size > LONGEST:
             raise DataError(f"a document of more than {LONGEST} bytes: is this a text file?")
     if failure:
         raise failure
-    if held:
-        yield b"".join(held)
-
-
-def _last_end(held: list[bytes], chunk: bytes, end: bytes) -> int:
-    """How much of `chunk` belongs to documents that end in it, also where `end` began in `held`."""
-    tail = b""
-    for piece in reversed(held):
-        tail = piece[len(tail) - len(end) + 1 :] + tail if len(end) > 1 else b""
-        if len(tail) >= len(end) - 1:
-            break
-    tail = tail[len(tail) - len(end) + 1 :] if len(end) > 1 else b""
-    found = (tail + chunk).rfind(end)
-    return found + len(end) - len(tail) if found >= 0 else 0
 
 
 @dataclass
@@ -207,11 +204,9 @@ class _Stream:
             offset = 0
         read = self.read or (lambda: self.file.read(BLOCK))
         while chunk := read():
-            if offset >= len(chunk):
-                offset -= len(chunk)
-            else:
+            if offset < len(chunk):
                 yield chunk[offset:]
-                offset = 0
+            offset = max(0, offset - len(chunk))
 
     def disk_bytes(self) -> int:
         return self.file.tell() if self.file is not sys.stdin.buffer else 0
@@ -241,7 +236,7 @@ def _open(path: str) -> _Stream:
 
 
 def _reader(file: gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File) -> Callable[[], bytes]:
-    return lambda: file.read(BLOCK)
+    return lambda: file.read1(BLOCK)  # what came before a failure is not lost
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:

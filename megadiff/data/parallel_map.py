@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,33 +12,34 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_function: Callable[[Any], Any]  # of a worker process, made once when it starts
+
 
 def ordered_map(
-    function: Callable[[Item], Result],
+    make_function: Callable[..., Callable[[Item], Result]],
+    arguments: tuple[Any, ...],
     items: Iterable[Item],
     workers: int,
-    initializer: Callable[..., None],
-    initargs: tuple[Any, ...],
 ) -> Iterator[Result]:
-    """Results of `function` for each of `items`, in order; items are taken as workers need them.
+    """Results of `make_function(*arguments)` for each of `items`, in order.
 
-    With one worker everything runs in this process. An exception of a worker, or its death, ends
-    the iteration with an exception, and no process outlives this one.
+    The function is made once in each of `workers` processes (with one worker, in this one); items
+    are taken as workers need them. An exception of a worker, or its death, ends the iteration with
+    an exception, and no worker outlives this process.
     """
     if workers == 1:
-        initializer(*initargs)
-        yield from map(function, items)
+        yield from map(make_function(*arguments), items)
         return
     executor = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(initializer, initargs),
+        initargs=(make_function, arguments),
     )
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            pending.append(executor.submit(function, item))
+            pending.append(executor.submit(_call, item))
             if len(pending) > 3 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -46,7 +48,9 @@ def ordered_map(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker(initializer: Callable[..., None], initargs: tuple[Any, ...]) -> None:
+def _start_worker(make_function: Callable[..., Callable], arguments: tuple[Any, ...]) -> None:
+    global _function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -55,4 +59,8 @@ def _start_worker(initializer: Callable[..., None], initargs: tuple[Any, ...]) -
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    initializer(*initargs)
+    _function = make_function(*arguments)
+
+
+def _call(item: Any) -> Any:
+    return _function(item)

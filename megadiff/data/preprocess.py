@@ -2,27 +2,26 @@
 
 The reader cuts inputs into blocks of whole documents, workers turn a block into token bytes, the
 writer appends these in the order of the blocks, so that the result does not depend on the number of
-workers. After every partition the writer makes its parts durable and notes in a journal where
-reading goes on.
+workers. After every partition, and when it has to stop, the writer makes its parts durable and
+notes in a journal where reading goes on.
 """
 
-import fcntl
 import hashlib
-import json
 import os
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 
 from megadiff.data.documents import Problem, read_documents
-from megadiff.data.indexed_dataset import DataError, best_dtype, publish
+from megadiff.data.indexed_dataset import DataError, best_dtype
 from megadiff.data.inputs import Block, Position, list_inputs, read_blocks
 from megadiff.data.parallel_map import ordered_map
+from megadiff.data.preprocess_output import Encoded, Journal, Parts, State, Totals, exclusive
 from megadiff.data.progress import Progress
 from megadiff.data.sentences import split_sentences
 from megadiff.data.tokenizers import Tokenizer, build_tokenizer
@@ -46,11 +45,10 @@ class TokenizerSettings:
         """The settings with the files' content in place of their paths."""
         values = asdict(self)
         for name in ("tokenizer_model", "vocab_file", "merge_file"):
-            path = values[name] and Path(values[name])
-            if path and path.is_dir():
-                path = path / "tokenizer.json"
-            if path:
-                values[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            if values[name] is not None:
+                path = Path(values[name])
+                file = path / "tokenizer.json" if path.is_dir() else path
+                values[name] = hashlib.sha256(file.read_bytes()).hexdigest()
         return values
 
 
@@ -83,28 +81,25 @@ class PreprocessSettings:
         level = "sentence" if self.split_sentences else "document"
         return [f"{self.output_prefix}_{key}_{level}" for key in self.keys]
 
+    def identity(self, inputs: Sequence[str]) -> dict[str, object]:
+        """What a run must have in common with an interrupted one to go on from there."""
+        return {
+            "inputs": [_file_identity(path) for path in inputs],
+            "tokenizer": self.tokenizer.fingerprint(),
+            "keys": list(self.keys),
+            "input_format": self.input_format,
+            "separator": self.separator,
+            "append_eod": self.append_eod,
+            "bos": self.bos,
+            "split_sentences": self.split_sentences,
+        }
 
-@dataclass
-class Totals:
-    """What a run has read and written so far; `longest` is in tokens."""
 
-    documents: int = 0
-    empty: int = 0
-    skipped: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    longest: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token bytes, int32 sequence lengths and int32 sequences per document, for one key."""
-
-    tokens: bytes
-    lengths: bytes
-    documents: bytes
-    longest: int
+def _file_identity(path: str) -> list[object]:
+    if path == "-":
+        return [path]
+    stat = Path(path).stat()
+    return [path, stat.st_size, stat.st_mtime_ns]
 
 
 @dataclass(frozen=True)
@@ -120,286 +115,157 @@ class BlockResult:
     disk_bytes: int
 
 
-_worker: tuple[PreprocessSettings, Tokenizer, np.dtype]  # of this process, set once when it starts
-
-
-def _start(settings: PreprocessSettings) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are the parallelism
+def make_worker(settings: PreprocessSettings) -> Callable[[Block], BlockResult]:
+    """What a worker process does with a block; loads the tokenizer."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     tokenizer = settings.tokenizer.build()
-    _worker = settings, tokenizer, best_dtype(tokenizer.vocab_size)
+    return partial(_process, settings, tokenizer, best_dtype(tokenizer.vocab_size))
 
 
-def _process(block: Block) -> BlockResult:
-    settings, tokenizer, dtype = _worker
+def _process(
+    settings: PreprocessSettings, tokenizer: Tokenizer, dtype: np.dtype, block: Block
+) -> BlockResult:
     problems: list[Problem] = []
-    texts: list[list[str]] = []
+    documents: list[list[str]] = []
     for document in read_documents(block, settings.keys, settings.separator_bytes):
         if isinstance(document, Problem):
             problems.append(document)
         else:
-            texts.append(document)
-    encoded, empty = [], 0
+            documents.append(document)
+    encoded, empty, size = [], 0, 0
     for key in range(len(settings.keys)):
-        kept = [document[key] for document in texts if document[key].strip()]
-        empty += len(texts) - len(kept)
-        encoded.append(_encode(kept, settings, tokenizer, dtype))
-    size = sum(len(text.encode()) for document in texts for text in document)
-    return BlockResult(encoded, len(texts), empty, size, problems, block.after, block.disk_bytes)
+        texts = [texts[key] for texts in documents if texts[key].strip()]
+        empty += len(documents) - len(texts)
+        size += sum(len(text.encode()) for text in texts)
+        encoded.append(_encode(texts, settings, tokenizer, dtype))
+    return BlockResult(
+        encoded, len(documents), empty, size, problems, block.after, block.disk_bytes
+    )
 
 
 def _encode(
     texts: list[str], settings: PreprocessSettings, tokenizer: Tokenizer, dtype: np.dtype
 ) -> Encoded:
-    """Token bytes of all `texts`, each with its `bos` and `eod`."""
-    parts = [split_sentences(text) for text in texts] if settings.split_sentences else None
-    flat = texts if parts is None else [sentence for part in parts for sentence in part]
-    ids = tokenizer.encode_batch(flat)
-    counts = [1] * len(texts) if parts is None else [len(part) for part in parts]
-    tokens = array("H" if dtype == np.uint16 else "i")
-    lengths, longest, at = array("i"), 0, 0
-    for count in counts:
-        begin = len(tokens)
-        for number in range(at, at + count):
-            before = len(tokens)
-            if settings.bos and number == at:
-                tokens.append(_required(tokenizer.bos, "--bos"))
-            tokens.frombytes(np.asarray(ids[number], dtype=dtype).tobytes())
-            if settings.append_eod and number == at + count - 1:
-                tokens.append(_required(tokenizer.eod, "--append-eod"))
-            lengths.append(len(tokens) - before)
-        longest = max(longest, len(tokens) - begin)
-        at += count
-    return Encoded(tokens.tobytes(), lengths.tobytes(), array("i", counts).tobytes(), longest)
-
-
-def _required(token: int | None, flag: str) -> int:
-    if token is None:
-        raise DataError(f"{flag}: this tokenizer has no such token")
-    return token
-
-
-class _Parts:
-    """The growing files of one run; `save` makes them durable, `Journal` says how long they
-    were."""
-
-    SUFFIXES = (".bin.part", ".lengths.part", ".documents.part")
-
-    def __init__(self, settings: PreprocessSettings) -> None:
-        self.paths = [Path(p + s) for p in settings.outputs() for s in self.SUFFIXES]
-        self.paths.append(Path(settings.output_prefix + ".errors.jsonl"))
-        self._files: list[BinaryIO] = []
-
-    def open(self, sizes: Sequence[int]) -> None:
-        for path, size in zip(self.paths, sizes, strict=True):
-            path.touch()
-            os.truncate(path, size)
-            self._files.append(path.open("ab"))
-
-    def append(self, result: BlockResult) -> None:
-        for number, encoded in enumerate(result.encoded):
-            files = self._files[3 * number : 3 * number + 3]
-            files[0].write(encoded.tokens)
-            files[1].write(encoded.lengths)
-            files[2].write(encoded.documents)
-        for problem in result.problems:
-            line = json.dumps(asdict(problem), ensure_ascii=False) + "\n"
-            self._files[-1].write(line.encode("utf-8", "backslashreplace"))
-
-    def save(self) -> list[int]:
-        sizes = []
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-            sizes.append(os.fstat(file.fileno()).st_size)
-        return sizes
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-        self._files = []
-
-    def remove(self) -> None:
-        self.close()
-        for path in self.paths:
-            path.unlink(missing_ok=True)
-
-
-class _Journal:
-    """`PREFIX.journal`: the settings of the run, and after each partition where it stood."""
-
-    def __init__(self, settings: PreprocessSettings, inputs: list[str]) -> None:
-        self.path = Path(settings.output_prefix + ".journal")
-        self.run = {
-            "inputs": [_identity(path) for path in inputs],
-            "tokenizer": settings.tokenizer.fingerprint(),
-            "keys": list(settings.keys),
-            "input_format": settings.input_format,
-            "separator": settings.separator,
-            "append_eod": settings.append_eod,
-            "bos": settings.bos,
-            "split_sentences": settings.split_sentences,
-        }
-
-    def read(self) -> tuple[Position, list[int], Totals] | None:
-        """Where an interrupted run of the same settings stood, if there is one."""
-        if not self.path.exists():
-            return None
-        saved = json.loads(self.path.read_text())
-        differing = [name for name, value in self.run.items() if saved["run"].get(name) != value]
-        if differing:
-            raise DataError(
-                f"{self.path} is of an unfinished run whose {', '.join(differing)} differ: "
-                "give its settings again to go on with it, or --overwrite to discard it"
-            )
-        return Position(**saved["position"]), saved["sizes"], Totals(**saved["totals"])
-
-    def write(self, position: Position, sizes: list[int], totals: Totals) -> None:
-        state = {
-            "run": self.run,
-            "position": asdict(position),
-            "sizes": sizes,
-            "totals": asdict(totals),
-        }
-        part = self.path.with_name(self.path.name + ".part")
-        with part.open("w") as file:
-            json.dump(state, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(self.path)
-
-
-def _identity(path: str) -> list[object]:
-    if path == "-":
-        return [path]
-    stat = Path(path).stat()
-    return [path, stat.st_size, stat.st_mtime_ns]
-
-
-@contextmanager
-def _exclusive(prefix: str) -> Iterator[None]:
-    """Holds `PREFIX.lock`; a second run on the same prefix is refused."""
-    path = Path(prefix + ".lock")
-    if not path.parent.is_dir():
-        raise DataError(f"--output-prefix {prefix}: there is no folder {path.parent}")
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"another run is writing {prefix} (it holds {path})") from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    """All `texts` with their `bos` and `eod`, one sequence each or one per sentence."""
+    parts = [split_sentences(t) if settings.split_sentences else [t] for t in texts]
+    ids = iter(tokenizer.encode_batch([sequence for part in parts for sequence in part]))
+    bos = np.array([tokenizer.bos] if settings.bos else [], dtype=dtype).tobytes()
+    eod = np.array([tokenizer.eod] if settings.append_eod else [], dtype=dtype).tobytes()
+    tokens = bytearray()
+    lengths, counts = array("i"), array("i")
+    longest = 0
+    for part in parts:
+        begin, before = len(tokens), len(lengths)
+        tokens += bos
+        end = begin
+        for _ in part:
+            tokens += np.asarray(next(ids), dtype=dtype).tobytes()
+            lengths.append((len(tokens) - end) // dtype.itemsize)
+            end = len(tokens)
+        tokens += eod
+        lengths[-1] += len(eod) // dtype.itemsize
+        counts.append(len(lengths) - before)
+        longest = max(longest, (len(tokens) - begin) // dtype.itemsize)
+    count = len(tokens) // dtype.itemsize
+    return Encoded(bytes(tokens), lengths.tobytes(), counts.tobytes(), count, longest)
 
 
 def preprocess(settings: PreprocessSettings) -> Totals:
     """Run the whole; returns what was written. Raises DataError for bad input or settings."""
     inputs = list_inputs(settings.inputs)
     tokenizer = settings.tokenizer.build()
-    dtype = best_dtype(tokenizer.vocab_size)
-    if settings.append_eod:
-        _required(tokenizer.eod, "--append-eod")
-    if settings.bos:
-        _required(tokenizer.bos, "--bos")
-    with _exclusive(settings.output_prefix):
-        parts, journal = _Parts(settings), _Journal(settings, inputs)
+    for token, flag in ((tokenizer.eod, "append_eod"), (tokenizer.bos, "bos")):
+        if getattr(settings, flag) and token is None:
+            raise DataError(f"--{flag.replace('_', '-')}: this tokenizer has no such token")
+    with exclusive(settings.output_prefix):
+        parts = Parts(settings.output_prefix, settings.outputs())
+        journal = Journal(settings.output_prefix, settings.identity(inputs))
         if settings.overwrite:
             parts.remove()
-            journal.path.unlink(missing_ok=True)
+            journal.remove()
         else:
             for prefix in settings.outputs():
                 if Path(prefix + ".idx").exists():
                     raise DataError(f"{prefix}.idx exists; give --overwrite to replace it")
-        position, sizes, totals = Position(), [0] * len(parts.paths), Totals()
-        if state := journal.read():
-            position, sizes, totals = state
-            print(f"going on after {totals.documents} documents of an interrupted run", flush=True)
-        parts.open(sizes)
+        state = journal.read() or State(Position(), [0] * len(parts.paths), Totals())
+        if state.totals.documents:
+            print(f"going on after {state.totals.documents} documents of an interrupted run")
         try:
-            _run(settings, inputs, position, totals, parts, journal)
+            parts.open(state.sizes)
+            state = _run(settings, inputs, state, parts, journal)
+            if state.totals.tokens == 0:
+                raise DataError("no document with text in the input; nothing was written")
+            parts.finish(best_dtype(tokenizer.vocab_size))
+            journal.remove()
+        except BaseException:
+            if not journal.path.exists():  # there is nothing to go on from
+                parts.remove()
+            raise
         finally:
             parts.close()
-        if totals.tokens == 0:
-            parts.remove()
-            journal.path.unlink(missing_ok=True)
-            raise DataError("no document with text in the input; nothing was written")
-        for prefix in settings.outputs():
-            _finish(prefix, dtype)
-        journal.path.unlink(missing_ok=True)
-        if not totals.skipped:
-            parts.paths[-1].unlink()
-    return totals
+    return state.totals
 
 
 def _run(
-    settings: PreprocessSettings,
-    inputs: list[str],
-    position: Position,
-    totals: Totals,
-    parts: _Parts,
-    journal: _Journal,
-) -> None:
+    settings: PreprocessSettings, inputs: list[str], state: State, parts: Parts, journal: Journal
+) -> State:
+    """Read, tokenize and append everything that comes after `state`."""
     blocks = read_blocks(
         inputs,
-        position,
+        state.position,
         keys=settings.keys,
         separator=settings.separator_bytes,
         input_format=settings.input_format,
     )
-    resumable = "-" not in inputs
     input_sizes = [0 if path == "-" else Path(path).stat().st_size for path in inputs]
     progress = Progress(sum(input_sizes), settings.log_interval)
-    since_save = 0
-    results = ordered_map(_process, blocks, settings.workers, _start, (settings,))
+    resumable = "-" not in inputs  # standard input cannot be read from the middle
+    unsaved = 0
+    results = ordered_map(make_worker, (settings,), blocks, settings.workers)
     try:
         for result in results:
-            _count(totals, result, settings)
-            parts.append(result)
-            since_save += result.text_bytes
-            if resumable and since_save >= settings.partition_bytes:
-                journal.write(result.after, parts.save(), totals)
-                since_save = 0
+            _check(state.totals, result, settings)
+            parts.append(result.encoded, result.problems)
+            state = State(result.after, parts.sizes(), _add(state.totals, result))
+            unsaved += result.text_bytes
+            if resumable and unsaved >= settings.partition_bytes:
+                parts.save()
+                journal.write(state)
+                unsaved = 0
             read = sum(input_sizes[: result.after.file]) + result.disk_bytes
-            progress.update(read, totals.documents, totals.text_bytes, totals.tokens)
+            progress.update(read, state.totals)
     finally:
-        results.close()  # type: ignore[attr-defined]
         progress.close()
-    parts.save()
+        parts.save()
+        if resumable and state.totals.tokens:
+            journal.write(state)
+    return state
 
 
-def _count(totals: Totals, result: BlockResult, settings: PreprocessSettings) -> None:
-    """Add a block to the totals; raises the first problem that may not be passed over."""
-    if result.problems and settings.on_error == "stop":
+def _check(totals: Totals, result: BlockResult, settings: PreprocessSettings) -> None:
+    """Raises for the first problem that may not be passed over."""
+    if not result.problems:
+        return
+    if settings.on_error == "stop":
         raise DataError(f"{result.problems[0]} (--on-error skip passes over such documents)")
-    totals.documents += result.documents
-    totals.empty += result.empty
-    totals.text_bytes += result.text_bytes
-    totals.skipped += len(result.problems)
+    left = settings.max_errors - totals.skipped
+    if len(result.problems) > left:
+        raise DataError(
+            f"more than --max-errors {settings.max_errors} documents cannot be read, "
+            f"the next is {result.problems[max(left, 0)]}"
+        )
+
+
+def _add(totals: Totals, result: BlockResult) -> Totals:
+    reasons = dict(totals.reasons)
     for problem in result.problems:
-        kind = problem.reason.split(":")[0]
-        totals.reasons[kind] = totals.reasons.get(kind, 0) + 1
-        if totals.skipped > settings.max_errors:
-            raise DataError(
-                f"more than --max-errors {settings.max_errors} problems; last: {problem}"
-            )
-    for encoded in result.encoded:
-        totals.tokens += len(encoded.tokens) // _itemsize(encoded)
-        totals.longest = max(totals.longest, encoded.longest)
-
-
-def _itemsize(encoded: Encoded) -> int:
-    count = int(np.frombuffer(encoded.lengths, dtype=np.int32).sum(dtype=np.int64))
-    return len(encoded.tokens) // count if count else 1
-
-
-def _finish(prefix: str, dtype: np.dtype) -> None:
-    """Turn the parts of one key into its dataset."""
-    lengths_part, documents_part = Path(prefix + ".lengths.part"), Path(prefix + ".documents.part")
-    lengths = np.fromfile(lengths_part, dtype=np.int32)
-    counts = np.fromfile(documents_part, dtype=np.int32)
-    documents = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=documents[1:])
-    publish(prefix, Path(prefix + ".bin.part"), dtype, lengths, documents)
-    lengths_part.unlink()
-    documents_part.unlink()
+        reasons[problem.kind] = reasons.get(problem.kind, 0) + 1
+    return Totals(
+        documents=totals.documents + result.documents,
+        empty=totals.empty + result.empty,
+        skipped=totals.skipped + len(result.problems),
+        tokens=totals.tokens + sum(encoded.token_count for encoded in result.encoded),
+        text_bytes=totals.text_bytes + result.text_bytes,
+        longest=max([totals.longest, *(encoded.longest for encoded in result.encoded)]),
+        reasons=reasons,
+    )

@@ -3,6 +3,8 @@
 import sys
 import time
 
+from megadiff.data.preprocess_output import Totals
+
 
 class Progress:
     """Documents/s, MB/s, tokens/s and the time left of reading `total` bytes (0: not known).
@@ -20,8 +22,9 @@ class Progress:
         self._next = log_interval
         self._first: tuple[int, int, int, int] | None = None
 
-    def update(self, read: int, documents: int, text_bytes: int, tokens: int) -> None:
-        """`read` input bytes so far, with what came of them."""
+    def update(self, read: int, totals: Totals) -> None:
+        """After `read` bytes of the input files."""
+        documents, text_bytes, tokens = totals.documents, totals.text_bytes, totals.tokens
         now = time.monotonic()
         if self._first is None:  # what an interrupted run had done does not count as speed
             self._first = (read, documents, text_bytes, tokens)

@@ -19,9 +19,10 @@ def split_sentences(text: str) -> list[str]:
         end = match.end()
         if end == len(text):
             break
-        if text[match.start()] == "." and (
-            text[end].islower() or _ABBREVIATION.search(text[max(begin, end - 24) : end])
-        ):
+        mark = text[match.start()]
+        if mark in ".!?…" and text[end].islower():
+            continue
+        if mark == "." and _ABBREVIATION.search(text[max(begin, end - 24) : end]):
             continue
         sentences.append(text[begin:end])
         begin = end

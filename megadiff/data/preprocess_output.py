@@ -1,0 +1,170 @@
+"""The files of a preprocessing run: parts that grow, a journal of where it stands, a lock."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megadiff.data.documents import Problem
+from megadiff.data.indexed_dataset import DataError, publish
+from megadiff.data.inputs import Position
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token bytes, int32 sequence lengths and int32 sequences per document, for one key."""
+
+    tokens: bytes
+    lengths: bytes
+    documents: bytes
+    token_count: int
+    longest: int  # document, in tokens
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a run has read and written so far; `longest` is in tokens."""
+
+    documents: int = 0
+    empty: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    longest: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands between two blocks: where reading goes on, how long the parts are."""
+
+    position: Position
+    sizes: list[int]
+    totals: Totals
+
+
+class Parts:
+    """`.bin.part`, `.lengths.part` and `.documents.part` of each output, and the log of
+    problems."""
+
+    SUFFIXES = (".bin.part", ".lengths.part", ".documents.part")
+
+    def __init__(self, output_prefix: str, outputs: Sequence[str]) -> None:
+        self.outputs = list(outputs)
+        self.problems = Path(output_prefix + ".errors.jsonl")
+        self.paths = [Path(prefix + suffix) for prefix in outputs for suffix in self.SUFFIXES]
+        self.paths.append(self.problems)
+        self._files: list[BinaryIO] = []
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Open for appending after `sizes` bytes; what an interrupted run wrote beyond is cut
+        off."""
+        for path, size in zip(self.paths, sizes, strict=True):
+            path.touch()
+            if path.stat().st_size < size:
+                raise DataError(f"{path} is shorter than its journal says; give --overwrite")
+            os.truncate(path, size)
+            self._files.append(path.open("ab"))
+
+    def append(self, encoded: Sequence[Encoded], problems: Sequence[Problem]) -> None:
+        for number, one in enumerate(encoded):
+            tokens, lengths, documents = self._files[3 * number : 3 * number + 3]
+            tokens.write(one.tokens)
+            lengths.write(one.lengths)
+            documents.write(one.documents)
+        for problem in problems:
+            line = json.dumps(asdict(problem), ensure_ascii=False) + "\n"
+            self._files[-1].write(line.encode("utf-8", "backslashreplace"))
+
+    def sizes(self) -> list[int]:
+        return [file.tell() for file in self._files]
+
+    def save(self) -> None:
+        """Make everything durable."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def remove(self) -> None:
+        self.close()
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+
+    def finish(self, dtype: np.dtype) -> None:
+        """Turn the parts into datasets; the log of problems stays if there are any."""
+        self.close()
+        for number, prefix in enumerate(self.outputs):
+            tokens, lengths_part, documents_part = self.paths[3 * number : 3 * number + 3]
+            lengths = np.fromfile(lengths_part, dtype=np.int32)
+            counts = np.fromfile(documents_part, dtype=np.int32)
+            documents = np.zeros(len(counts) + 1, dtype=np.int64)
+            np.cumsum(counts, out=documents[1:])
+            publish(prefix, tokens, dtype, lengths, documents)
+            lengths_part.unlink()
+            documents_part.unlink()
+        if not self.problems.stat().st_size:
+            self.problems.unlink()
+
+
+class Journal:
+    """`PREFIX.journal`: what run this is, and after each partition where it stood."""
+
+    def __init__(self, output_prefix: str, run: dict[str, object]) -> None:
+        self.path = Path(output_prefix + ".journal")
+        self.run = run
+
+    def read(self) -> State | None:
+        """Where an interrupted run of the same settings stood, if there is one."""
+        if not self.path.exists():
+            return None
+        saved = json.loads(self.path.read_text())
+        differing = [name for name, value in self.run.items() if saved["run"].get(name) != value]
+        if differing:
+            raise DataError(
+                f"{self.path} is of an unfinished run whose {', '.join(differing)} differ: give "
+                "its settings again to go on with it, or --overwrite to discard it"
+            )
+        return State(Position(**saved["position"]), saved["sizes"], Totals(**saved["totals"]))
+
+    def write(self, reached: State) -> None:
+        state = {"run": self.run, **asdict(reached)}
+        part = self.path.with_name(self.path.name + ".part")
+        with part.open("w") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(self.path)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(output_prefix: str) -> Iterator[None]:
+    """Holds `PREFIX.lock`; a second run on the same prefix is refused."""
+    path = Path(output_prefix + ".lock")
+    if not path.parent.is_dir():
+        raise DataError(f"--output-prefix {output_prefix}: there is no folder {path.parent}")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        except OSError:
+            ours = False
+        if not ours:
+            raise DataError(f"another run is writing {output_prefix} (it holds {path})")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
