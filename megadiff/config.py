@@ -140,6 +140,10 @@ class ModelConfig:
     def delta_heads(self) -> int:
         return self.delta_num_heads or self.num_attention_heads
 
+    def delta_gate(self, mixer: TokenMixer) -> bool:
+        """Whether a delta layer has an output gate."""
+        return mixer == "gated_delta_net" if self.delta_use_gate is None else self.delta_use_gate
+
     @property
     def delta_widths(self) -> tuple[int, int]:
         """Widths of a key and of a value head of the delta layers."""

@@ -50,5 +50,6 @@ def test_diff_v2_matches_its_baseline(size):
 
 
 def test_125M():
-    for mixer in ("standard", "diff_v1", "diff_v2"):
+    delta = ("delta_net", "gated_delta_net", "hybrid", "hybrid_gated")
+    for mixer in ("standard", "diff_v1", "diff_v2", *delta):
         assert parameter_count(f"125M/{mixer}.yaml") / 1e6 == pytest.approx(125, rel=0.04)

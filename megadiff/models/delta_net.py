@@ -135,7 +135,7 @@ class DeltaNet(Mixer):
         keys, values = heads * self.key_width, heads * self.value_width
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         wide = torch.promote_types(dtype, torch.float32)
-        use_gate = self.gated if config.delta_use_gate is None else config.delta_use_gate
+        use_gate = config.delta_gate("gated_delta_net" if self.gated else "delta_net")
         features = {"q": keys, "k": keys, "v": values}
         features |= {"gate": values} if use_gate else {}
         features |= {"beta": heads} if config.delta_use_beta else {}

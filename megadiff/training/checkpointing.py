@@ -153,6 +153,7 @@ def _resolved(m: ModelConfig, seq_length: int) -> dict[str, Any]:
     values["token_mixer"] = mixers[0] if len(set(mixers)) == 1 else " ".join(mixers)
     values["num_query_groups"] = m.query_groups
     values["kv_channels"] = {mixer: m.head_width(mixer) for mixer in dict.fromkeys(mixers)}
+    values["delta_num_heads"] = m.delta_heads
     values["ffn_hidden_size"] = m.ffn_size
     learned = m.position_embedding_type == "learned_absolute"
     values["max_position_embeddings"] = m.max_position_embeddings or seq_length if learned else None
