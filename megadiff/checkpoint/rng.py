@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors
-from megadiff.checkpoint.storage import list_tensors
+from megadiff.checkpoint.storage import CheckpointReader
 
 PREFIX = "rng."
 
@@ -43,7 +43,9 @@ def rng_tensors() -> Tensors:
 
 def matches(directory: str | Path, tensors: Tensors) -> bool:
     """Whether the checkpoint holds generator states of just this many ranks and kinds."""
-    saved = {n: shape for n, (shape, _) in list_tensors(directory).items() if n.startswith(PREFIX)}
+    saved = {
+        n: s for n, (s, _) in CheckpointReader(directory).tensors.items() if n.startswith(PREFIX)
+    }
     return saved == {name: tensor.shape for name, tensor in tensors.items()}
 
 

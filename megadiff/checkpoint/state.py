@@ -6,7 +6,7 @@ them, into pieces of those.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,27 @@ class Piece:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
+
+
+class ComputedPiece(Piece):
+    """A piece to write whose data are computed when their turn comes, and not kept."""
+
+    def __init__(
+        self,
+        offset: tuple[int, ...],
+        sizes: tuple[int, ...],
+        compute: Callable[[], torch.Tensor],
+    ):
+        self.offset, self.write = offset, True
+        self._sizes, self._compute = sizes, compute
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self._sizes
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self._compute()
 
 
 @dataclass

@@ -160,6 +160,14 @@ def test_tensors_not_covered_once_are_refused_on_every_rank(tmp_path, problem, m
     assert damage(tmp_path) == ["manifest.json is missing: the save was not finished"]
 
 
+def test_a_piece_of_another_type_than_declared_is_refused(tmp_path):
+    tensors = {"a": ShardedTensor((3,), torch.float32, [Piece((0,), torch.arange(3))])}
+    with pytest.raises(
+        CheckpointError, match=r"a: a piece is torch.int64 \(3,\), not torch.float32"
+    ):
+        save(tmp_path, tensors, {})
+
+
 def test_metadata_is_json(tmp_path):
     with pytest.raises(CheckpointError, match="JSON serializable"):
         save(tmp_path, {}, {"a": {"b": object()}})
