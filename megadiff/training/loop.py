@@ -14,7 +14,7 @@ from megadiff.training import metrics
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import Batches, RunData
 from megadiff.training.engine import Engine
-from megadiff.training.flops import training_flops_per_token
+from megadiff.training.flops import ModelSize
 from megadiff.training.log import RunLog
 from megadiff.training.setup import Environment
 from megadiff.training.stop import StopRequests, agree
@@ -27,6 +27,7 @@ class Run:
     config: Config
     env: Environment
     engine: Engine
+    size: ModelSize
     data: RunData
     schedule: Schedule
     log: RunLog
@@ -95,22 +96,21 @@ def copies(env: Environment) -> int:
 def _log_interval(
     run: Run, progress: Progress, interval: metrics.Interval, clock: metrics.Clock
 ) -> None:
-    t, model = run.config.training, run.config.model
+    t = run.config.training
     assert t.train_iters is not None and t.global_batch_size is not None
     steps = len(interval.losses)
     values: dict[str, Any] = {"consumed_samples": progress.consumed_samples}
     values |= interval.read(run.env)
     seconds = clock.lap() / steps
     tokens = t.global_batch_size * t.seq_length / seconds / run.env.mesh.world_size
-    flops = training_flops_per_token(model, t.seq_length)
     values |= {
         "global_batch_size": t.global_batch_size,
         "iteration_ms": 1000 * seconds,
         "tokens_per_second_per_device": tokens,
-        "tflops_per_device": tokens * flops / 1e12,
+        "tflops_per_device": tokens * run.size.training_flops_per_token / 1e12,
         "memory_bytes": metrics.peak_memory(run.env.device),
         "seconds_left": seconds * (t.train_iters - progress.iteration),
-        "lambda": metrics.mean_lambdas(run.engine.model, model.num_layers, run.env),
+        "lambda": metrics.mean_lambdas(run.engine.model, run.env),
     }
     run.log.line(metrics.train_line(values, progress.iteration, t.train_iters))
     run.log.record("train", progress.iteration, values)

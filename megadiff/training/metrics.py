@@ -68,8 +68,9 @@ def sum_over_data(value: Tensor, env: Environment) -> Tensor:
     return total
 
 
-def mean_lambdas(model: Decoder, layers: int, env: Environment) -> dict[str, float]:
+def mean_lambdas(model: Decoder, env: Environment) -> dict[str, float]:
     """The mean lambda of each differential layer in the last forward pass, over all ranks."""
+    layers = model.config.num_layers
     sums = torch.zeros(2, layers, dtype=torch.float64, device=env.device)
     for layer, value in model.mean_lambdas().items():
         sums[0, layer], sums[1, layer] = value, 1.0

@@ -1,6 +1,5 @@
 """A whole run, from its configuration to its end."""
 
-import math
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -9,11 +8,11 @@ from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
-from megadiff.parallel.parameter import named_sections
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import RunData, build_data, set_vocabulary
 from megadiff.training.engine import NativeEngine
+from megadiff.training.flops import ModelSize, model_size
 from megadiff.training.log import RunLog
 from megadiff.training.loop import Run, train
 from megadiff.training.setup import Environment, start, world_size
@@ -60,11 +59,11 @@ def pretrain(config: Config) -> str:
     with manager or nullcontext():
         log = RunLog(config, env.is_main)
         log.line(to_yaml(config).rstrip())
-        engine = NativeEngine(config, env)
+        engine, size = NativeEngine(config, env), model_size(config.model, t.seq_length)
         progress = Progress()
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
-        describe(engine, data, env, log)
+        describe(size, data, env, log)
 
         def save(progress: Progress) -> None:
             if manager is not None:
@@ -76,7 +75,7 @@ def pretrain(config: Config) -> str:
                     f"training waited {seconds:.1f} s"
                 )
 
-        run = Run(config, env, engine, data, schedule, log, StopRequests.install(t), save)
+        run = Run(config, env, engine, size, data, schedule, log, StopRequests.install(t), save)
         reason = train(run, progress)
     log.line(f" ended at iteration {progress.iteration}: {reason}")
     log.close()
@@ -125,11 +124,11 @@ def resume(
     return progress, schedule
 
 
-def describe(engine: NativeEngine, data: RunData, env: Environment, log: RunLog) -> None:
+def describe(size: ModelSize, data: RunData, env: Environment, log: RunLog) -> None:
     """Tell what is about to be trained, on what and how."""
     mesh = env.mesh
     log.line(
-        f" model: {parameter_count(engine):,} parameters | {mesh.world_size} x {env.device.type}, "
+        f" model: {size.parameters:,} parameters | {mesh.world_size} x {env.device.type}, "
         f"{str(env.dtype).removeprefix('torch.')}: tensor {mesh.tp.size} x pipeline "
         f"{mesh.pp.size} x context {mesh.cp.size} x data {mesh.dp.size}"
     )
@@ -137,9 +136,3 @@ def describe(engine: NativeEngine, data: RunData, env: Environment, log: RunLog)
     parts += [f"{data.valid_samples:,} validation"] if data.valid else []
     parts += [f"{data.test_samples:,} test"] if data.test else []
     log.line(f" data: {', '.join(parts)} samples of {data.train.seq_length} tokens")
-
-
-def parameter_count(engine: NativeEngine) -> int:
-    """Parameters of the whole model, without padding, whatever part of it this rank holds."""
-    shapes = {s.name: s.shape for _, s in named_sections(engine.model)}
-    return sum(math.prod(shape) for shape in shapes.values())
