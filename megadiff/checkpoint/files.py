@@ -78,6 +78,8 @@ def _check_index(index: Metadata) -> None:
             plain = Path(info.relative_path).name == info.relative_path
             if not plain or getattr(info, "transform_descriptors", None):
                 raise ValueError(f"{name} lies outside, in {info.relative_path!r}")
+            if not all(isinstance(n, int) and n >= 0 for n in (info.offset, info.length)):
+                raise ValueError(f"{name} lies at no place of {info.relative_path}")
             for offset, size, limit in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True):
                 if offset < 0 or size < 0 or offset + size > limit:
                     raise ValueError(f"{name} has a part outside of its shape")

@@ -138,26 +138,6 @@ def flat_pieces(
                 yield section, Piece(where, data, write and section.copy_index == 0)
 
 
-def add_flat(
-    tensors: Tensors,
-    prefix: str,
-    parameter: nn.Parameter,
-    start: int,
-    values: torch.Tensor,
-    write: bool = True,
-) -> None:
-    """Add what `values` hold of a state of `parameter`, from its element `start` on, to `tensors`.
-
-    The names are those of the parameter's sections after `prefix`, as in
-    `optimizer.exp_avg.layers.3.mixer.q.weight`.
-    """
-    stop = start + values.numel()
-    for section, piece in flat_pieces(
-        record_of(parameter), parameter.shape, start, stop, values, write
-    ):
-        add_piece(tensors, prefix + section.name, section.shape, piece)
-
-
 def _offset(section: Section, dim: int, local: Sequence[int], at: int) -> tuple[int, ...]:
     """The global offset of the local offset `local`, whose entry along `dim` is `at`."""
     offset = list(local)
