@@ -215,7 +215,9 @@ class TrainingConfig:
 class OptimizerConfig:
     """Optimizer and schedule"""
 
-    optimizer: Literal["adam", "sgd"] = _option("adam", "AdamW, or SGD with momentum")
+    optimizer: Literal["adam", "sgd", "muon"] = _option(
+        "adam", "AdamW, SGD with momentum, or Muon for matrices and AdamW for the rest"
+    )
     lr: float = _option(3e-4, "peak learning rate")
     min_lr: float = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = _option(
@@ -249,6 +251,11 @@ class OptimizerConfig:
     adam_beta2: float = _option(0.95, "decay of the second moment")
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
     sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
+    muon_momentum: float = _option(0.95, "decay of Muon's Nesterov momentum")
+    muon_num_ns_steps: int = _option(5, "Newton-Schulz steps of Muon")
+    muon_extra_scale_factor: float = _option(
+        0.2, "Muon's update in units of sqrt(larger side); 0.2 is the size of AdamW's"
+    )
     lambda_lr_multiplier: float = _option(
         1.0, "diff_v1: learning rate of the lambda vectors in units of the others'"
     )

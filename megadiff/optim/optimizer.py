@@ -8,7 +8,6 @@ not finite changes nothing on any rank.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,17 @@ from torch import Tensor, nn
 
 from megadiff.config import OptimizerConfig
 from megadiff.optim.buckets import Buckets
+from megadiff.optim.matrices import WholeMatrices
+from megadiff.optim.muon import is_muon_matrix, muon_step
 from megadiff.optim.scaler import LossScaler
 from megadiff.optim.shards import Range, Shard, StatePiece, Treatment
 from megadiff.parallel.parameter import Group, Section, record_of
 
-_STATE_KEYS = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
+_STATE_KEYS = {
+    "adam": ["exp_avg", "exp_avg_sq"],
+    "sgd": ["momentum_buffer"],
+    "muon": ["momentum_buffer"],
+}
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,12 @@ def group_rule(group: Group, config: OptimizerConfig) -> tuple[bool, float]:
 
 
 class Optimizer:
-    """AdamW or SGD over the parameters of `modules` (the model, or its chunks on this stage).
+    """AdamW, SGD or Muon over the parameters of `modules` (the model, or its chunks on this stage).
 
     `data_parallel_group`: ranks that hold the same parameters and see other data (data and context
     parallel); gradients are summed over it. `model_parallel_group`: ranks that hold the other parts
-    of the model (tensor x pipeline). None where there is one rank. `ties`: see `Buckets`.
+    of the model (tensor x pipeline). `tensor_parallel_group`: ranks that hold the other parts of a
+    matrix, for Muon. None where there is one rank. `ties`: see `Buckets`.
 
     A step: `zero_grad(micro_batches)`, that many backward passes of `scale_loss(loss)`, and
     `step(learning_rate)`.
@@ -56,6 +62,7 @@ class Optimizer:
         *,
         data_parallel_group: dist.ProcessGroup | None = None,
         model_parallel_group: dist.ProcessGroup | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
         ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
         alignment: int = 64,
         bucket_size: int = 40_000_000,
@@ -86,7 +93,13 @@ class Optimizer:
             Shard(bucket, self._treatment, self._state_keys) for bucket in self.buckets.buckets
         ]
         self._ranges = [r for shard in self.shards for r in shard.ranges]
-        self._alike = list(_alike(self._ranges))
+        self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
+        self._alike = list(_alike(r for r in self._ranges if r.treatment.rule != "muon"))
+        self._matrices = None
+        if config.optimizer == "muon":
+            self._matrices = WholeMatrices(
+                self.shards, self.buckets, tensor_parallel_group, is_muon_matrix
+            )
         device = self.buckets.buckets[0].parameters.device
         self.updates = torch.zeros((), dtype=torch.float32, device=device)  # steps not skipped
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -94,7 +107,10 @@ class Optimizer:
         self.scaler = LossScaler(config, device) if half else None
 
     def _treatment(self, section: Section) -> Treatment:
-        return Treatment(self.config.optimizer, section.group, section.copy_index == 0)
+        rule = self.config.optimizer
+        if rule == "muon" and not is_muon_matrix(section):
+            rule = "adam"
+        return Treatment(rule, section.group, section.copy_index == 0)
 
     def _state_keys(self, rule: str) -> Sequence[str]:
         return [] if rule == "sgd" and not self.config.sgd_momentum else _STATE_KEYS[rule]
@@ -127,20 +143,21 @@ class Optimizer:
             divisor = divisor * (norm / self.config.clip_grad).clamp(min=1.0)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.updates += (~skipped).float()
-        for (rule, group, dtype), ranges in self._alike:
+        for (rule, group, _), ranges in self._alike:
             decays, multiplier = group_rule(group, self.config)
-            arguments: dict[str, Any] = {
-                "lr": learning_rate * multiplier,
-                "weight_decay": decay if decays else 0.0,
-                "maximize": False,
-                "grad_scale": divisor.float(),
-                "found_inf": skipped.float(),
-            }
-            if dtype == torch.float64:  # the kernels read their scale as float32
-                for r in ranges:
-                    r.gradient.div_(divisor)
-                arguments["grad_scale"] = None
-            (self._adam if rule == "adam" else self._sgd)(ranges, arguments)
+            update = self._adam if rule == "adam" else self._sgd
+            rate = learning_rate * multiplier
+            update(ranges, rate, decay if decays else 0.0, divisor, skipped)
+        if self._matrices is not None:
+            muon_step(
+                self._muon_ranges,
+                self._matrices,
+                self.config,
+                lr=learning_rate,
+                weight_decay=decay,
+                divisor=divisor,
+                skipped=skipped,
+            )
         if self.scaler is not None:
             self.scaler.update(skipped)
         for shard in self.shards:
@@ -159,7 +176,9 @@ class Optimizer:
             dist.all_reduce(square, group=group)
         return square.sqrt()
 
-    def _adam(self, ranges: Sequence[Range], arguments: dict[str, Any]) -> None:
+    def _adam(
+        self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor
+    ) -> None:
         torch._fused_adamw_(
             [r.weights for r in ranges],
             [r.gradient for r in ranges],
@@ -167,23 +186,33 @@ class Optimizer:
             [r.state["exp_avg_sq"] for r in ranges],
             [],
             [self.updates] * len(ranges),
+            lr=lr,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
+            weight_decay=decay,
             eps=self.config.adam_eps,
             amsgrad=False,
-            **arguments,
+            maximize=False,
+            grad_scale=_kernel_scale(ranges, divisor),
+            found_inf=skipped.float(),
         )
 
-    def _sgd(self, ranges: Sequence[Range], arguments: dict[str, Any]) -> None:
+    def _sgd(
+        self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor
+    ) -> None:
         torch._fused_sgd_(
             [r.weights for r in ranges],
             [r.gradient for r in ranges],
             [r.state["momentum_buffer"] for r in ranges] if self.config.sgd_momentum else [],
+            weight_decay=decay,
             momentum=self.config.sgd_momentum,
+            lr=lr,
             dampening=0.0,
             nesterov=False,
+            maximize=False,
             is_first_step=False,
-            **arguments,
+            grad_scale=_kernel_scale(ranges, divisor),
+            found_inf=skipped.float(),
         )
 
     def _publish(self) -> None:
@@ -228,6 +257,15 @@ class Optimizer:
         for shard in self.shards:
             if shard.has_main_weights:
                 shard.main.copy_(shard.bucket.own_parameters)
+
+
+def _kernel_scale(ranges: Sequence[Range], divisor: Tensor) -> Tensor | None:
+    """`divisor` for the fused kernels, which read float32; wider gradients are divided here."""
+    if ranges[0].weights.dtype != torch.float64:
+        return divisor.float()
+    for r in ranges:
+        r.gradient.div_(divisor)
+    return None
 
 
 def _alike(ranges: Iterable[Range]) -> Iterator[tuple[tuple[str, Group, torch.dtype], list[Range]]]:

@@ -51,6 +51,7 @@ def train(split: Split, optimizer_config: OptimizerConfig, dtype: torch.dtype) -
         optimizer_config,
         data_parallel_group=mesh.dp_cp.group,
         model_parallel_group=mesh.model.group,
+        tensor_parallel_group=mesh.tp.group,
         alignment=split.alignment,
         bucket_size=split.bucket_size,
     )

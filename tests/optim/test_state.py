@@ -32,8 +32,16 @@ def build(config: OptimizerConfig, dtype: torch.dtype, tensor: int) -> tuple:
     mesh = build_mesh(tensor=tensor) if dist.is_initialized() else ParallelMesh()
     model = Decoder(MODEL, mesh, dtype=dtype)
     initialize(model, seed=3)
-    groups = {"data_parallel_group": mesh.dp.group, "model_parallel_group": mesh.model.group}
-    return model, Optimizer(model, config, alignment=1, bucket_size=500, **groups), mesh
+    optimizer = Optimizer(
+        model,
+        config,
+        data_parallel_group=mesh.dp.group,
+        model_parallel_group=mesh.model.group,
+        tensor_parallel_group=mesh.tp.group,
+        alignment=1,
+        bucket_size=500,
+    )
+    return model, optimizer, mesh
 
 
 def steps(model: Decoder, optimizer: Optimizer, mesh: ParallelMesh, numbers: range) -> list[float]:
@@ -99,8 +107,7 @@ def assemble(results: list) -> tuple[dict[str, Tensor], dict, list[float]]:
     return tensors, results[0][1], results[0][2]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("optimizer", "sharded"), [("adam", True), ("sgd", False), ("muon", True)])
 def test_resume_on_another_split_equals_the_uninterrupted_run(optimizer, sharded) -> None:
     config = replace(SHARDED, optimizer=optimizer, use_distributed_optimizer=sharded)
     results = run_distributed(4, train_and_save, config, torch.float64, 2)
