@@ -3,6 +3,7 @@
 
 import argparse
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,11 @@ def train(arguments: argparse.Namespace) -> None:
             minloglevel=1,
         )
     except RuntimeError as error:
+        most = re.search(r"set it to a value <= (\d+)", str(error))
+        if most:
+            raise DataError(
+                f"--vocab-size {arguments.vocab_size}: this text gives at most {most[1]} pieces"
+            ) from None
         raise DataError(f"SentencePiece: {error}") from None
     for suffix in (".model", ".vocab"):
         Path(part + suffix).rename(arguments.output_prefix + suffix)

@@ -1,6 +1,7 @@
 """Micro-batches of one data-parallel rank; the only module of the data room that uses torch."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,7 +119,12 @@ def pad_cu_seqlens(batches: Sequence[MicroBatch]) -> None:
 
 
 class BatchLoader:
-    """The micro-batches of one data-parallel rank, a function of the consumed samples alone."""
+    """The micro-batches of one data-parallel rank, a function of the consumed samples alone.
+
+    With `num_workers` threads the step after the one just given is made ahead, in page-locked
+    memory with `pin_memory`. What is made ahead is only a guess: asking for another step is always
+    right.
+    """
 
     def __init__(
         self,
@@ -128,24 +134,72 @@ class BatchLoader:
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
         rules: DocumentRules | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
         self.rules = rules or DocumentRules()
+        self.pin_memory = pin_memory
         if self.rules.eod_mask_loss and self.rules.eod is None:
             raise ValueError("--eod-mask-loss needs a tokenizer with an end-of-document token")
+        self._threads = None
+        if num_workers:
+            self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="batches")
+        self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] | None = None
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after `consumed_samples`."""
-        numbers = sample_numbers(
+        if self._threads is None:
+            numbers = self._numbers(consumed_samples, global_batch_size)
+            batches = [self._make(run) for run in numbers]
+        else:
+            asked = (consumed_samples, global_batch_size)
+            if self._ahead is None or self._ahead[0] != asked:
+                self._submit(*asked)
+            assert self._ahead is not None
+            batches = [future.result() for future in self._ahead[1]]
+            self._submit(consumed_samples + global_batch_size, global_batch_size)
+        pad_cu_seqlens(batches)
+        return batches
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _submit(self, consumed_samples: int, global_batch_size: int) -> None:
+        assert self._threads is not None
+        if self._ahead is not None:
+            for future in self._ahead[1]:
+                future.cancel()
+        numbers = self._numbers(consumed_samples, global_batch_size)
+        futures = [self._threads.submit(self._make, run) for run in numbers]
+        self._ahead = (consumed_samples, global_batch_size), futures
+
+    def _numbers(self, consumed_samples: int, global_batch_size: int) -> list[range]:
+        return sample_numbers(
             consumed_samples,
             global_batch_size,
             self.micro_batch_size,
             self.data_parallel_rank,
             self.data_parallel_size,
         )
-        batches = [collate([self.dataset[j] for j in run], self.rules) for run in numbers]
-        pad_cu_seqlens(batches)
-        return batches
+
+    def _make(self, numbers: range) -> MicroBatch:
+        batch = collate([self.dataset[number] for number in numbers], self.rules)
+        return pinned(batch) if self.pin_memory else batch
+
+
+def pinned(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch in page-locked memory, from which copies to a GPU do not wait."""
+    cu_seqlens = batch.cu_seqlens
+    return MicroBatch(
+        tokens=batch.tokens.pin_memory(),
+        labels=batch.labels.pin_memory(),
+        loss_mask=batch.loss_mask.pin_memory(),
+        positions=batch.positions.pin_memory(),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.pin_memory(),
+    )

@@ -1,0 +1,182 @@
+"""Every tokenizer gives text back, takes names of special tokens as text, and names its ids."""
+
+import base64
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megadiff.data.indexed_dataset import DataError
+from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+
+SYLLABLES = [
+    "ta",
+    "ke",
+    "ro",
+    "ning",
+    "s",
+    "the ",
+    "quick",
+    "über ",
+    "数",
+    "Ελ",
+    "x = 1",
+    "()\n",
+    "\t",
+]
+TEXT = "".join(random.Random(5).choices(SYLLABLES, k=8000))
+HARD = [
+    "",
+    " ",
+    "  two  spaces  ",
+    "tabs\tand\r\nlines\n\n\n",
+    "</s><s><|endoftext|><unk><pad><eos>",
+    "e\u0301 é \u200d 👩‍👩‍👧‍👦 \U000e0001",
+    "שלום مرحبا 12٣",
+    "\ufeff\u0000\u0001\uffff",
+    "x" * 3000,
+]
+
+
+def sentencepiece_model(folder: Path, model_type: str) -> Tokenizer:
+    from tools.train_tokenizer import main
+
+    source = folder / "text.txt"
+    source.write_text(TEXT)
+    words = ["--input", str(source), "--output-prefix", str(folder / model_type)]
+    words += ["--vocab-size", "350", "--model-type", model_type]
+    assert main(words) == 0
+    return build_tokenizer("SentencePieceTokenizer", str(folder / f"{model_type}.model"))
+
+
+def trained_bpe():
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
+    )
+    model.train_from_iterator([TEXT], trainer)
+    return model
+
+
+def huggingface(folder: Path) -> Tokenizer:
+    trained_bpe().save(str(folder / "tokenizer.json"))
+    return build_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
+def gpt2(folder: Path) -> Tokenizer:
+    trained_bpe().model.save(str(folder))
+    return build_tokenizer(
+        "GPT2BPETokenizer",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
+    )
+
+
+def tiktoken(folder: Path) -> Tokenizer:
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" t", b" the", b"ab"]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (folder / "ranks.tiktoken").write_text("".join(lines))
+    return build_tokenizer("TikTokenizer", str(folder / "ranks.tiktoken"))
+
+
+MAKERS = {
+    "unigram": lambda folder: sentencepiece_model(folder, "unigram"),
+    "bpe": lambda folder: sentencepiece_model(folder, "bpe"),
+    "huggingface": huggingface,
+    "gpt2": gpt2,
+    "tiktoken": tiktoken,
+    "byte": lambda folder: build_tokenizer("ByteTokenizer"),
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
+def test_hard_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.eod not in ids
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(text=st.text(alphabet=st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer) -> None:
+    texts = [*HARD, TEXT]
+    batch = [list(map(int, ids)) for ids in tokenizer.encode_batch(texts)]
+    assert batch == [tokenizer.encode(text) for text in texts]
+
+
+def test_end_of_document_is_an_id_of_its_own(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eod is not None and 0 <= tokenizer.eod < tokenizer.vocab_size
+    ids = [*tokenizer.encode("one"), tokenizer.eod, *tokenizer.encode("two")]
+    assert ids.count(tokenizer.eod) == 1
+    assert isinstance(tokenizer.decode(np.array(ids)), str)
+
+
+def test_tiktoken_merges(tmp_path: Path) -> None:
+    tokenizer = tiktoken(tmp_path)
+    assert tokenizer.encode("the the") == [257, 259]
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.vocab_size) == (261, 262, 264)
+
+
+def test_huggingface_names_its_tokens_in_its_config(tmp_path: Path) -> None:
+    model = trained_bpe()
+    count = model.get_vocab_size()
+    model.add_special_tokens(["<|done|>", "<s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": {"content": "<|done|>"}, "bos_token": "<s>", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (count, count + 1, None)
+
+
+def test_null() -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert tokenizer.encode("5 0 99") == [5, 0, 99]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (100, 101)
+    with pytest.raises(DataError, match="id 100 is not below"):
+        tokenizer.encode("100")
+    with pytest.raises(DataError, match="reads ids"):
+        tokenizer.encode("5 x")
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    junk = tmp_path / "junk"
+    junk.write_text("not a model at all\n")
+    for kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"):
+        with pytest.raises(DataError, match="junk"):
+            build_tokenizer(kind, str(junk))
+        with pytest.raises(DataError, match=f"{kind} needs --tokenizer-model"):
+            build_tokenizer(kind)
+    with pytest.raises(DataError, match="no such file"):
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path / "absent"))
+    with pytest.raises(DataError, match="one of SentencePieceTokenizer"):
+        build_tokenizer("BertTokenizer")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    (tmp_path / "ranks").write_text("QQ== 0\n")
+    with pytest.raises(DataError, match=r"pip install 'megadiff\[tokenizers\]'"):
+        build_tokenizer("TikTokenizer", str(tmp_path / "ranks"))
