@@ -23,6 +23,9 @@ def set_vocabulary(config: Config) -> int | None:
     """
     d, m = config.data, config.model
     files = d.tokenizer_model or d.vocab_file or d.tokenizer_type == "ByteTokenizer"
+    if d.tokenizer_type == "NullTokenizer" and m.vocab_size is not None:
+        m.vocab_size += 1  # as in Megatron-LM, the end of document comes on top
+        return m.vocab_size - 1
     if not files and m.vocab_size is None:
         raise ConfigError(
             "the vocabulary is not known: give --tokenizer-type and its file (--tokenizer-model), "

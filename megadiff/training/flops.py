@@ -39,7 +39,7 @@ def model_size(m: ModelConfig, seq_length: int) -> ModelSize:
     products = m.vocab_size * m.hidden_size + sum(
         math.prod(s.shape) for s in sections.values() if s.group == "matrix"
     )
-    mixers = [m.mixer_of_layer(layer) for layer in range(m.num_layers)]
+    mixers: list[TokenMixer] = [m.mixer_of_layer(layer) for layer in range(m.num_layers)]
     forward = 2.0 * products + sum(mixing_flops(m, mixer, seq_length) for mixer in mixers)
     return ModelSize(parameters, 3.0 * forward)
 
