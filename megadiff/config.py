@@ -264,6 +264,10 @@ class OptimizerConfig:
     min_loss_scale: float = _option(1.0, "fp16: smallest dynamic loss scale")
     loss_scale_window: int = _option(1000, "fp16: steps without overflow that double the scale")
     hysteresis: int = _option(2, "fp16: overflows before the scale is halved")
+    main_weights: Literal["float32", "kahan", "stochastic"] = _option(
+        "float32",
+        "bf16: float32 main weights, or none and the rounding error in 16 bits, or random rounding",
+    )
     use_distributed_optimizer: bool = _option(
         False, "shard main weights and moments over the data-parallel ranks"
     )

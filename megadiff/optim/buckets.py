@@ -45,6 +45,7 @@ class Bucket:
     gradients: Tensor  # [length], the accumulation dtype
     shard_start: int
     shard_end: int
+    rank: int  # of the shard, 0 where there is one
     tie_group: dist.ProcessGroup | None = None  # stages that hold copies of this bucket's parameter
     waiting: int = 0  # parameters that have not had all their gradients yet
     reduced: bool = False  # the reduction has at least been started
@@ -125,7 +126,9 @@ class Buckets:
         own = length // self.world if self.sharded else length
         begin = own * self._rank if self.sharded else 0
         tie_group = self._ties.get(first)
-        return Bucket(tuple(slots), parameters, gradients, begin, begin + own, tie_group)
+        return Bucket(
+            tuple(slots), parameters, gradients, begin, begin + own, begin // max(own, 1), tie_group
+        )
 
     def zero(self, backward_passes: int) -> None:
         """Forget all gradients; each parameter now expects those of `backward_passes` passes.

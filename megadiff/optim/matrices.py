@@ -61,7 +61,9 @@ class WholeMatrices:
         self._sharded = buckets.sharded
         wide = any(shard.dtype == torch.float64 for shard in shards)
         self._empty = torch.empty(
-            0, dtype=torch.float64 if wide else torch.bfloat16, device=shards[0].main.device
+            0,
+            dtype=torch.float64 if wide else torch.bfloat16,
+            device=shards[0].bucket.parameters.device,
         )
         self._data = _Ranks(buckets.group, self._empty)
         self._tensor = _Ranks(tensor_group, self._empty)

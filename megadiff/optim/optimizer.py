@@ -90,7 +90,8 @@ class Optimizer:
             if group is not None and dist.get_world_size(group) > 1
         ]
         self.shards = [
-            Shard(bucket, self._treatment, self._state_keys) for bucket in self.buckets.buckets
+            Shard(bucket, config.main_weights, self._treatment, self._state_keys)
+            for bucket in self.buckets.buckets
         ]
         self._ranges = [r for shard in self.shards for r in shard.ranges]
         self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
@@ -101,6 +102,7 @@ class Optimizer:
                 self.shards, self.buckets, tensor_parallel_group, is_muon_matrix
             )
         device = self.buckets.buckets[0].parameters.device
+        self.steps = 0
         self.updates = torch.zeros((), dtype=torch.float32, device=device)  # steps not skipped
         self._one = torch.ones((), dtype=torch.float32, device=device)
         half = any(b.parameters.dtype == torch.float16 for b in self.buckets.buckets)
@@ -133,7 +135,7 @@ class Optimizer:
         self.finish_gradients()
         self.buckets.wait()
         for shard in self.shards:
-            shard.load_gradients()
+            shard.begin_update()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
         scaled_norm = self._gradient_norm()
         skipped = ~scaled_norm.isfinite()
@@ -161,8 +163,9 @@ class Optimizer:
         if self.scaler is not None:
             self.scaler.update(skipped)
         for shard in self.shards:
-            shard.release_gradients()
-        self._publish()
+            shard.end_update(self.steps)
+        self.steps += 1
+        self._gather()
         return StepResult(norm, skipped, scale)
 
     def _gradient_norm(self) -> Tensor:
@@ -215,10 +218,8 @@ class Optimizer:
             found_inf=skipped.float(),
         )
 
-    def _publish(self) -> None:
-        """Bring the updated main weights into every rank's parameters."""
-        for shard in self.shards:
-            shard.publish()
+    def _gather(self) -> None:
+        """Bring the ranges that other ranks own into this rank's parameters."""
         self.buckets.gather()
         if not self.config.overlap_param_gather:
             self.buckets.wait()
@@ -237,11 +238,12 @@ class Optimizer:
 
     def state_scalars(self) -> dict[str, float]:
         """The numbers beside the pieces, for JSON; waits for the device."""
-        scalars = {"updates": self.updates.item()}
+        scalars = {"steps": self.steps, "updates": self.updates.item()}
         return scalars | (self.scaler.state() if self.scaler is not None else {})
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
         """Undo `state_scalars`."""
+        self.steps = int(scalars["steps"])
         self.updates.fill_(scalars["updates"])
         if self.scaler is not None and "loss_scale" in scalars:
             self.scaler.load(scalars)
@@ -249,19 +251,20 @@ class Optimizer:
     @torch.no_grad()
     def parameters_from_main_weights(self) -> None:
         """After pieces were loaded: round the main weights into the parameters of all ranks."""
-        self._publish()
+        for shard in self.shards:
+            shard.main.restore()
+        self._gather()
 
     @torch.no_grad()
     def main_weights_from_parameters(self) -> None:
         """After parameters were loaded or set without optimizer state."""
         for shard in self.shards:
-            if shard.has_main_weights:
-                shard.main.copy_(shard.bucket.own_parameters)
+            shard.main.reset()
 
 
 def _kernel_scale(ranges: Sequence[Range], divisor: Tensor) -> Tensor | None:
     """`divisor` for the fused kernels, which read float32; wider gradients are divided here."""
-    if ranges[0].weights.dtype != torch.float64:
+    if ranges[0].dtype != torch.float64:
         return divisor.float()
     for r in ranges:
         r.gradient.div_(divisor)
@@ -272,7 +275,7 @@ def _alike(ranges: Iterable[Range]) -> Iterator[tuple[tuple[str, Group, torch.dt
     """Ranges that one kernel may update together, by rule, group and dtype."""
 
     def key(r: Range) -> tuple[str, Group, torch.dtype]:
-        return r.treatment.rule, r.treatment.group, r.weights.dtype
+        return r.treatment.rule, r.treatment.group, r.dtype
 
     for alike, members in groupby(sorted(ranges, key=lambda r: str(key(r))), key):
         yield alike, list(members)

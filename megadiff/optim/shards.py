@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.optim.buckets import Bucket, Slot
+from megadiff.optim.weights import Mode, make_main_weights
 from megadiff.parallel.parameter import Group, Section, record_of
 
 
@@ -31,9 +32,10 @@ class Range:
     treatment: Treatment
     start: int
     end: int
-    weights: Tensor  # main weights, at least float32
-    gradient: Tensor  # in the dtype of the main weights
-    state: dict[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype  # of everything below, at least float32
+    state: dict[str, Tensor]
+    weights: Tensor = field(init=False)  # these two between begin_update and end_update
+    gradient: Tensor = field(init=False)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class StatePiece:
 
     name: str
     parameter: nn.Parameter
-    key: str  # "main_weight", "exp_avg", "exp_avg_sq", "momentum_buffer"
+    key: str  # "main_weight", "compensation", "exp_avg", "exp_avg_sq", "momentum_buffer"
     start: int
     values: Tensor
     write: bool  # of the ranks that hold the same values this one writes them to a checkpoint
@@ -57,52 +59,61 @@ class Shard:
     def __init__(
         self,
         bucket: Bucket,
+        main_weights: Mode,
         treatment: Callable[[Section], Treatment],
         state_keys: Callable[[str], Sequence[str]],
     ) -> None:
         self.bucket = bucket
         own = bucket.own_parameters
         self.dtype = torch.promote_types(own.dtype, torch.float32)
-        self.main = own if own.dtype == self.dtype else own.to(self.dtype)
-        self.ranges: list[Range] = []
-        for how, start, end in owned_ranges(bucket, treatment):
-            weights = self._cut(self.main, start, end)
-            gradient = self._cut(bucket.own_gradients, start, end)
-            state = {key: torch.zeros_like(weights) for key in state_keys(how.rule)}
-            self.ranges.append(Range(how, start, end, weights, gradient, state))
+        self.main = make_main_weights(own, main_weights, f"{bucket.slots[0].name}/{bucket.rank}")
+        self._own_gradients = bucket.own_gradients
+        self._weights = self._gradients = self._empty = own.new_empty(0)
+        self.ranges = [
+            Range(
+                how,
+                start,
+                end,
+                self.dtype,
+                {key: own.new_zeros(end - start, dtype=self.dtype) for key in state_keys(how.rule)},
+            )
+            for how, start, end in owned_ranges(bucket, treatment)
+        ]
 
-    def _cut(self, flat: Tensor, start: int, end: int) -> Tensor:
-        return flat[start - self.bucket.shard_start : end - self.bucket.shard_start]
+    def begin_update(self) -> None:
+        """Give the ranges their weights and gradients, in the precision of the update."""
+        weights, gradients = self.main.load(), self._own_gradients
+        if gradients.dtype != self.dtype:
+            gradients = gradients.to(self.dtype)
+        if weights is not self._weights:
+            self._weights = weights
+            for r in self.ranges:
+                r.weights = self._cut(weights, r)
+        if gradients is not self._gradients:
+            self._gradients = gradients
+            for r in self.ranges:
+                r.gradient = self._cut(gradients, r)
 
-    @property
-    def has_main_weights(self) -> bool:
-        return self.dtype != self.bucket.parameters.dtype
+    def end_update(self, step: int) -> None:
+        """Bring the weights into the parameters, and free what was made for the update."""
+        self.main.store(self._weights, step)
+        if self._gradients is not self._own_gradients:
+            self._gradients = self._empty
+            for r in self.ranges:
+                r.gradient = self._empty
+        if not self.main.persistent:
+            self._weights = self._empty
+            for r in self.ranges:
+                r.weights = self._empty
 
-    def load_gradients(self) -> None:
-        """Bring gradients of a lower precision to that of the main weights, until the update."""
-        if self.bucket.gradients.dtype != self.dtype:
-            self._set_gradients(self.bucket.own_gradients.to(self.dtype))
-
-    def release_gradients(self) -> None:
-        """Free what `load_gradients` made."""
-        if self.bucket.gradients.dtype != self.dtype:
-            self._set_gradients(self.bucket.own_gradients)
-
-    def _set_gradients(self, flat: Tensor) -> None:
-        for r in self.ranges:
-            r.gradient = self._cut(flat, r.start, r.end)
-
-    def publish(self) -> None:
-        """Round the main weights into the parameters."""
-        if self.has_main_weights:
-            self.bucket.own_parameters.copy_(self.main)
+    def _cut(self, flat: Tensor, r: Range) -> Tensor:
+        return flat[r.start - self.bucket.shard_start : r.end - self.bucket.shard_start]
 
     def pieces(self, write: Callable[[Slot], bool]) -> Iterator[StatePiece]:
         """All state, one piece for each parameter that a range touches."""
         for r in self.ranges:
-            tensors = dict(r.state)
-            if self.has_main_weights:
-                tensors["main_weight"] = r.weights
+            main = {key: self._cut(flat, r) for key, flat in self.main.state().items()}
+            tensors = r.state | main
             for slot in self.bucket.slots:
                 start, end = max(slot.start, r.start), min(slot.end, r.end)
                 if start >= end:

@@ -120,13 +120,27 @@ def test_resume_on_another_split_equals_the_uninterrupted_run(optimizer, sharded
         assert resumed == pytest.approx(norms, rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_resume_on_the_same_split_is_bitwise_equal(dtype: torch.dtype) -> None:
-    config = replace(SHARDED, initial_loss_scale=2.0**20, hysteresis=1, loss_scale_window=3)
+@pytest.mark.parametrize(
+    ("dtype", "main_weights", "keys"),
+    [
+        (torch.bfloat16, "float32", {"main_weight"}),
+        (torch.float16, "float32", {"main_weight"}),
+        (torch.bfloat16, "kahan", {"compensation"}),
+        (torch.bfloat16, "stochastic", set()),
+    ],
+)
+def test_resume_on_the_same_split_is_bitwise_equal(dtype, main_weights, keys) -> None:
+    config = replace(
+        SHARDED,
+        initial_loss_scale=2.0**20,
+        hysteresis=1,
+        loss_scale_window=3,
+        main_weights=main_weights,
+    )
     results = run_distributed(2, train_and_save, config, dtype, 1)
     tensors, scalars, norms = assemble(results)
     names = {name.split("/")[0] for name in tensors if "/" in name}
-    assert names == {"main_weight", "exp_avg", "exp_avg_sq"}
+    assert names == {*keys, "exp_avg", "exp_avg_sq"}
     for resumed in run_distributed(2, load_and_train, config, dtype, 1, (tensors, scalars)):
         assert resumed == norms
 
@@ -138,4 +152,5 @@ def test_weights_alone_start_the_main_weights() -> None:
             parameter.fill_(0.5)
     optimizer.main_weights_from_parameters()
     for shard in optimizer.shards:
-        assert torch.equal(shard.main, shard.bucket.own_parameters.float())
+        for main in shard.main.state().values():
+            assert torch.equal(main, shard.bucket.own_parameters.float())

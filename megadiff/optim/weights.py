@@ -1,0 +1,130 @@
+"""Where the weights that the update rule sees come from, and how they return to the parameters.
+
+An update of 1e-4 of a weight vanishes in bfloat16's 8 bits. Usually float32 main weights keep it; a
+pure bfloat16 run keeps 2 bytes of compensation instead, or none and rounds at random.
+"""
+
+import hashlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["float32", "kahan", "stochastic"]
+
+
+class MainWeights:
+    """Parameters that are wide enough themselves: float32 and float64."""
+
+    persistent = True  # what `load` gives lives as long as this
+
+    def __init__(self, parameters: Tensor) -> None:
+        self.parameters = parameters  # this rank's flat range, in the dtype of the model
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps beside the parameters."""
+        return {}
+
+    def load(self) -> Tensor:
+        """The weights to update in place, in at least float32."""
+        return self.parameters
+
+    def store(self, updated: Tensor, step: int) -> None:
+        """Bring updated weights, as `load` gave them, into the parameters."""
+
+    def restore(self) -> None:
+        """Bring the parameters up to date after `state` was loaded."""
+
+    def reset(self) -> None:
+        """Take the parameters as they are, after they were set from elsewhere."""
+
+
+class Float32Weights(MainWeights):
+    """A float32 copy of parameters of a lower precision."""
+
+    def __init__(self, parameters: Tensor) -> None:
+        super().__init__(parameters)
+        self._main = parameters.float()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"main_weight": self._main}
+
+    def load(self) -> Tensor:
+        return self._main
+
+    def store(self, updated: Tensor, step: int) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        self.parameters.copy_(self._main)
+
+    def reset(self) -> None:
+        self._main.copy_(self.parameters)
+
+
+class KahanWeights(MainWeights):
+    """Parameters and what rounding them lost, each in bfloat16: together 16 bits of mantissa."""
+
+    persistent = False
+
+    def __init__(self, parameters: Tensor) -> None:
+        super().__init__(parameters)
+        self._lost = torch.zeros_like(parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"compensation": self._lost}
+
+    def load(self) -> Tensor:
+        return self.parameters.float().add_(self._lost)
+
+    def store(self, updated: Tensor, step: int) -> None:
+        self.parameters.copy_(updated)
+        self._lost.copy_(updated.sub_(self.parameters))
+
+    def reset(self) -> None:
+        self._lost.zero_()
+
+
+class StochasticWeights(MainWeights):
+    """Bfloat16 parameters alone, rounded up or down at random so that the mean is exact.
+
+    The random bits depend on `name` and the step only: ranks that hold copies of a parameter round
+    it alike.
+    """
+
+    persistent = False
+
+    def __init__(self, parameters: Tensor, name: str) -> None:
+        super().__init__(parameters)
+        self._name = name
+
+    def load(self) -> Tensor:
+        return self.parameters.float()
+
+    def store(self, updated: Tensor, step: int) -> None:
+        key = hashlib.sha256(f"{self._name}/{step}".encode()).digest()
+        generator = torch.Generator(updated.device)
+        generator.manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        self.parameters.copy_(round_stochastically(updated, generator))
+
+
+def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Finite float32 `x` to bfloat16, to either neighbour with a probability by its nearness.
+
+    Bfloat16 is the upper half of float32: random lower bits carry into it as often as they should.
+    """
+    noise = torch.randint(
+        0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
+    )
+    return (noise.add_(x.view(torch.int32)) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def make_main_weights(parameters: Tensor, mode: Mode, name: str) -> MainWeights:
+    """What `mode` asks for; it concerns bfloat16 only, float16 always has float32 main weights."""
+    if parameters.dtype.itemsize >= 4:
+        return MainWeights(parameters)
+    if parameters.dtype == torch.bfloat16 and mode == "kahan":
+        return KahanWeights(parameters)
+    if parameters.dtype == torch.bfloat16 and mode == "stochastic":
+        return StochasticWeights(parameters, name)
+    return Float32Weights(parameters)
