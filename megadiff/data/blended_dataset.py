@@ -10,6 +10,7 @@ from megadiff.data.gpt_dataset import GPTDataset, Sample
 from megadiff.data.indexed_dataset import DataError
 
 SURPLUS = 0.005  # Megatron asks each dataset for 0.5 % more samples than its share
+_CHUNK = 4096  # steps whose shares are multiplied at once
 MOST_DATASETS = 32767  # dataset numbers are int16
 
 
@@ -48,16 +49,26 @@ def build_blend_order(weights: Sequence[float], size: int) -> BlendOrder:
     share = np.array(weights, dtype=np.float64)
     counts = np.zeros(len(share), dtype=np.float64)
     dataset_index = np.empty(size, dtype=np.int16)
-    dataset_sample_index = np.empty(size, dtype=np.int64)
-    lag = np.empty_like(share)
-    for k in range(size):
-        np.multiply(share, max(k, 1), out=lag)
-        np.subtract(lag, counts, out=lag)
-        chosen = lag.argmax()
-        dataset_index[k] = chosen
-        dataset_sample_index[k] = counts[chosen]
-        counts[chosen] += 1
-    return BlendOrder(dataset_index, dataset_sample_index)
+    for begin in range(0, size, _CHUNK):
+        steps = np.arange(begin, min(begin + _CHUNK, size), dtype=np.float64)
+        due = np.maximum(steps, 1.0)[:, None] * share
+        for step, lag in enumerate(due, begin):
+            np.subtract(lag, counts, out=lag)
+            chosen = lag.argmax()
+            counts[chosen] += 1.0
+            dataset_index[step] = chosen
+    return BlendOrder(dataset_index, _count_up(dataset_index, len(share)))
+
+
+def _count_up(dataset_index: np.ndarray, datasets: int) -> np.ndarray:
+    """For each entry, how many equal ones come before it; int64."""
+    by_dataset = np.argsort(dataset_index, kind="stable")
+    ends = np.cumsum(np.bincount(dataset_index, minlength=datasets))
+    counts = np.arange(len(dataset_index), dtype=np.int64)
+    counts -= np.concatenate(([0], ends[:-1]))[dataset_index[by_dataset]]
+    result = np.empty_like(counts)
+    result[by_dataset] = counts
+    return result
 
 
 class BlendedDataset:

@@ -1,10 +1,12 @@
-"""From `--data-path` and `--split` to the datasets of a run: parsing, splits, blends, cache."""
+"""The datasets of a run from data paths, split and sample counts; blends; the cache of indices."""
 
-import math
-import re
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+
+import numpy as np
 
 from megadiff.data import cache
 from megadiff.data.blended_dataset import (
@@ -15,83 +17,13 @@ from megadiff.data.blended_dataset import (
     normalize,
     samples_to_request,
 )
-from megadiff.data.gpt_dataset import GPTDataset, SampleOrder, build_order
+from megadiff.data.data_path import SPLITS, Blend, parse_blend, parse_split, split_range
+from megadiff.data.gpt_dataset import GPTDataset, NoSamples, SampleOrder, build_order
 from megadiff.data.indexed_dataset import DataError, IndexedDataset
-
-SPLITS = ("train", "valid", "test")
 
 Dataset = GPTDataset | BlendedDataset
 
-
-@dataclass(frozen=True)
-class Blend:
-    """Prefixes of indexed datasets, with weights or (None) in proportion to their size."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
-
-
-def parse_blend(words: Sequence[str]) -> Blend:
-    """Megatron's list: `prefix ...`, or `weight prefix weight prefix ...`.
-
-    It is a weighted list when there is an even number of words and a number at every even place.
-    """
-    if not words:
-        raise DataError("an empty list of data paths")
-    if len(words) % 2 == 0 and all(_is_number(word) for word in words[::2]):
-        weights = tuple(float(word) for word in words[::2])
-        normalize(weights)
-        blend = Blend(tuple(words[1::2]), weights)
-    else:
-        numbers = [w for w in words if _is_number(w) and not Path(w + ".idx").exists()]
-        if numbers:
-            raise DataError(
-                f"--data-path {' '.join(words)}: {numbers[0]} looks like a weight, but weights and "
-                "prefixes do not alternate; give `weight prefix weight prefix ...` or only prefixes"
-            )
-        blend = Blend(tuple(words))
-    for prefix in blend.prefixes:
-        if blend.prefixes.count(prefix) > 1:
-            raise DataError(
-                f"--data-path names {prefix} twice; give it once with the sum of weights"
-            )
-    return blend
-
-
-def _is_number(word: str) -> bool:
-    try:
-        return math.isfinite(float(word))
-    except ValueError:
-        return False
-
-
-def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
-    """`969,30,1` as (begin, end) fractions for train, valid, test; None for a part of weight 0."""
-    words = [word.strip() for word in re.split("[,/]", split)]
-    try:
-        weights = [float(word) for word in words]
-    except ValueError:
-        raise DataError(f"--split {split}: give up to three numbers, as in 969,30,1") from None
-    if len(weights) > 3:
-        raise DataError(
-            f"--split {split}: {len(weights)} numbers, at most three (train,valid,test)"
-        )
-    if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) == 0:
-        raise DataError(f"--split {split}: numbers must be 0 or more, and one of them above 0")
-    weights += [0.0] * (3 - len(weights))
-    total = sum(weights)
-    bookends = [0.0]
-    for weight in weights:
-        bookends.append(bookends[-1] + weight / total)
-    return tuple(
-        (bookends[i], bookends[i + 1]) if weights[i] > 0 else None for i in range(len(weights))
-    )
-
-
-def split_range(fractions: tuple[float, float], count: int) -> tuple[int, int]:
-    """Sequences `[first, last)` of `count`, rounded as Megatron does."""
-    begin, end = fractions
-    return round(begin * float(count)), round(end * float(count))
+_LARGE = 10_000_000  # entries of an index from which its making is announced
 
 
 @dataclass(frozen=True)
@@ -146,6 +78,28 @@ def build_train_valid_test_datasets(
     )
 
 
+def build_named_datasets(
+    data_paths: Mapping[str, Sequence[str]],
+    samples: int | None,
+    *,
+    seq_length: int,
+    seed: int,
+    cache_path: str | None = None,
+    mmap: bool = True,
+) -> dict[str, Dataset]:
+    """Validation sets by name, each with its own list of data paths, used whole.
+
+    `samples` as in `build_train_valid_test_datasets`, for each of the sets.
+    """
+    settings = DataSettings(seq_length, seed, cache_path, mmap)
+    datasets = {}
+    for name, words in data_paths.items():
+        dataset = _build(parse_blend(words), name, (0.0, 1.0), samples, settings)
+        if dataset is not None:
+            datasets[name] = dataset
+    return datasets
+
+
 def _build(
     blend: Blend,
     name: str,
@@ -157,6 +111,7 @@ def _build(
         return None
     if len(blend.prefixes) == 1:
         return build_gpt_dataset(blend.prefixes[0], name, fractions, samples, settings)
+    blend = _without_empty(blend, name, fractions, samples is None, settings)
     if blend.weights is None:
         datasets = [build_gpt_dataset(p, name, fractions, None, settings) for p in blend.prefixes]
         sizes = [len(dataset) for dataset in datasets]
@@ -170,6 +125,31 @@ def _build(
         for p, w in zip(blend.prefixes, weights, strict=True)
     ]
     return blend_datasets(datasets, weights, blend_size(weights, samples), settings)
+
+
+def _without_empty(
+    blend: Blend,
+    name: str,
+    fractions: tuple[float, float],
+    one_epoch: bool,
+    settings: DataSettings,
+) -> Blend:
+    """The blend without datasets that give this split no sample; others take over their share."""
+    least = settings.seq_length + 1 if one_epoch or blend.weights is None else 1
+    kept = []
+    for number, prefix in enumerate(blend.prefixes):
+        lengths = IndexedDataset(prefix).lengths
+        first, last = split_range(fractions, len(lengths))
+        if lengths[first:last].sum(dtype=np.int64) >= least:
+            kept.append(number)
+        else:
+            _say(f"{prefix} has nothing for the {name} split and is left out of its blend")
+    if not kept:
+        raise NoSamples(f"no dataset of the {name} blend has data for this split; change --split")
+    weights = None
+    if blend.weights is not None:
+        weights = tuple(blend.weights[number] for number in kept)
+    return Blend(tuple(blend.prefixes[number] for number in kept), weights)
 
 
 def build_gpt_dataset(
@@ -191,16 +171,16 @@ def build_gpt_dataset(
         "seed": settings.seed,
     }
 
-    def make() -> dict:
-        try:
-            order = build_order(
-                dataset.lengths, sequences, samples, settings.seq_length, settings.seed
-            )
-        except DataError as error:
-            raise DataError(
-                f"{prefix}, {name} split (sequences {sequences[0]} to {sequences[1]} of "
-                f"{len(dataset)}): {error}; change --split or give the split data of its own"
-            ) from None
+    def make() -> dict[str, np.ndarray]:
+        lengths = dataset.lengths
+        where = f"{prefix}, {name} split (sequences {sequences[0]} to {sequences[1]})"
+        with _announced(f"the sample order of {where}", sequences[1] - sequences[0]):
+            try:
+                order = build_order(lengths, sequences, samples, settings.seq_length, settings.seed)
+            except NoSamples as error:
+                raise NoSamples(
+                    f"{where}: {error}; change --split or give the split data of its own"
+                ) from None
         return vars(order)
 
     order = SampleOrder(**cache.load_or_make(settings.cache_path, key, make))
@@ -212,15 +192,33 @@ def blend_datasets(
 ) -> BlendedDataset:
     """`size` samples of `datasets` by normalized `weights`."""
     key = {"kind": "BlendedDataset", "weights": list(weights), "size": size}
-    arrays = cache.load_or_make(
-        settings.cache_path, key, lambda: vars(build_blend_order(weights, size))
-    )
-    order = BlendOrder(**arrays)
-    for number, dataset in enumerate(datasets):
-        used = order.dataset_sample_index[order.dataset_index == number]
-        if len(used) and int(used[-1]) >= len(dataset):
+
+    def make() -> dict[str, np.ndarray]:
+        with _announced(f"a blend of {len(weights)} datasets", size):
+            return vars(build_blend_order(weights, size))
+
+    order = BlendOrder(**cache.load_or_make(settings.cache_path, key, make))
+    used = np.bincount(order.dataset_index, minlength=len(datasets))
+    for dataset, count in zip(datasets, used, strict=True):
+        if count > len(dataset):
             raise DataError(
-                f"the blend reads {int(used[-1]) + 1} samples of {dataset.dataset.prefix}, which "
-                f"has {len(dataset)}"
+                f"the blend reads {count} samples of {dataset.dataset.prefix}, which has "
+                f"{len(dataset)}"
             )
     return BlendedDataset(datasets, order)
+
+
+@contextmanager
+def _announced(what: str, entries: int) -> Iterator[None]:
+    """Says when a large index is being made and how long it took."""
+    if entries < _LARGE:
+        yield
+        return
+    began = time.monotonic()
+    _say(f"making {what}, {entries} entries")
+    yield
+    _say(f"made {what} in {time.monotonic() - began:.0f} s")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -15,6 +15,10 @@ from megadiff.data.indexed_dataset import DataError, IndexedDataset
 _CHUNK = 1 << 20  # documents per step of the scan: its arrays stay in the cache
 
 
+class NoSamples(DataError):
+    """A range of sequences holds no whole sample."""
+
+
 @dataclass(frozen=True)
 class SampleOrder:
     """What `GPTDataset` reads: three arrays, in memory or memory-mapped.
@@ -67,15 +71,15 @@ def build_order(
 ) -> SampleOrder:
     """The order over sequences `[first, last)` of `lengths` (int32) for at least `samples` samples.
 
-    Raises DataError when the sequences hold no whole sample.
+    Raises NoSamples when the sequences hold no whole sample.
     """
     first, last = sequences
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     if tokens == 0:
-        raise DataError("no tokens")
+        raise NoSamples("no tokens")
     epochs = plan_epochs(tokens, samples, seq_length)
     if epochs.samples == 0:
-        raise DataError(f"{tokens} tokens, less than the {seq_length + 1} of one sample")
+        raise NoSamples(f"{tokens} tokens, less than the {seq_length + 1} of one sample")
     rng = np.random.RandomState(seed)
     document_index = _document_index(sequences, epochs, rng)
     sample_index = _sample_index(lengths, document_index, epochs.samples, seq_length)

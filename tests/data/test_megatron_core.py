@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megadiff.data.blended_dataset import build_blend_order, normalize
-from megadiff.data.build import parse_split, split_range
+from megadiff.data.data_path import parse_split, split_range
 from megadiff.data.gpt_dataset import build_order
 from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
