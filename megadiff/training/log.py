@@ -1,6 +1,7 @@
 """Where a run's words and numbers go: the terminal, log.txt, metrics.jsonl, TensorBoard, W&B."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,8 +21,11 @@ class RunLog:
         self._metrics: TextIO | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
-        if not main:
+        self._notices = _Notices(self)
+        if not main:  # warnings of other ranks go to the standard error
             return
+        _LIBRARY.addHandler(self._notices)
+        _LIBRARY.setLevel(logging.INFO)
         settings = config.logging
         try:
             if settings.log_dir is not None:
@@ -67,11 +71,26 @@ class RunLog:
             self._wandb.log(numbers, step=iteration)
 
     def close(self) -> None:
+        _LIBRARY.removeHandler(self._notices)
         for sink in (self._text, self._metrics, self._tensorboard):
             if sink is not None:
                 sink.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+_LIBRARY = logging.getLogger("megadiff")
+
+
+class _Notices(logging.Handler):
+    """What the library says while it works, such as which kernels run."""
+
+    def __init__(self, log: RunLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.line(f" {record.getMessage()}")
 
 
 def _flatten(values: dict[str, Any]) -> dict[str, Any]:
