@@ -196,6 +196,9 @@ class TrainingConfig:
     fp64: bool = _option(False, "everything in float64, to compare splits exactly")
     device: Literal["cpu", "cuda"] | None = _option(None, "cuda where there is one by default")
     deterministic_mode: bool = _option(False, "bitwise repeatable kernels on GPUs")
+    check_weight_hash_across_dp_replicas_interval: int | None = _option(
+        None, "steps between checks that all copies of a parameter are bitwise equal"
+    )
     eval_interval: int | None = _option(1000, "steps between evaluations; 0 only at the end")
     eval_iters: int = _option(100, "global batches in one evaluation; 0 for none")
     exit_interval: int | None = _option(None, "save and exit at steps divisible by this")

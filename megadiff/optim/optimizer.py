@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megadiff.config import OptimizerConfig
 from megadiff.optim.buckets import Buckets
+from megadiff.optim.groups import group_rule, update_rule
 from megadiff.optim.matrices import WholeMatrices
 from megadiff.optim.muon import is_muon_matrix, muon_step
 from megadiff.optim.scaler import LossScaler
@@ -35,12 +36,6 @@ class StepResult:
     grad_norm: Tensor  # float64, before clipping, unscaled; not finite if any gradient is not
     skipped: Tensor  # bool: the gradient was not finite and nothing changed
     loss_scale: Tensor  # float32, of this step; 1 but for float16
-
-
-def group_rule(group: Group, config: OptimizerConfig) -> tuple[bool, float]:
-    """Whether `group` decays, and its learning-rate multiplier. The only place that says so."""
-    decays = group in ("matrix", "embedding")
-    return decays, config.lambda_lr_multiplier if group == "lambda" else 1.0
 
 
 class Optimizer:
@@ -109,9 +104,7 @@ class Optimizer:
         self.scaler = LossScaler(config, device) if half else None
 
     def _treatment(self, section: Section) -> Treatment:
-        rule = self.config.optimizer
-        if rule == "muon" and not is_muon_matrix(section):
-            rule = "adam"
+        rule = update_rule(section, self.config)
         return Treatment(rule, section.group, section.copy_index == 0)
 
     def _state_keys(self, rule: str) -> Sequence[str]:

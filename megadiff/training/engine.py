@@ -60,6 +60,7 @@ class NativeEngine:
             config.optimizer,
             data_parallel_group=env.mesh.dp_cp.group,
             model_parallel_group=env.mesh.model.group,
+            tensor_parallel_group=env.mesh.tp.group,
         )
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:

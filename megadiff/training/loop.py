@@ -9,6 +9,7 @@ import torch
 
 from megadiff.config import Config
 from megadiff.data.loader import MicroBatch
+from megadiff.optim.replicas import check_replicas
 from megadiff.optim.schedule import Schedule, learning_rate, weight_decay
 from megadiff.training import metrics
 from megadiff.training.checkpointing import Progress
@@ -63,6 +64,10 @@ def train(run: Run, progress: Progress) -> str:
             _log_interval(run, progress, interval, clock)
             interval = metrics.Interval()
         clock.stop()
+        check_every = t.check_weight_hash_across_dp_replicas_interval
+        if check_every and progress.iteration % check_every == 0:
+            run.engine.optimizer.wait_for_parameters()
+            check_replicas([run.engine.model], run.env.mesh, run.env.control)
         if t.eval_interval and progress.iteration % t.eval_interval == 0 and not last:
             evaluate(run, progress, "validation")
         every = run.config.checkpoint.save_interval

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
+from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
@@ -64,6 +65,8 @@ def pretrain(config: Config) -> str:
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
         describe(size, data, env, log)
+        for line in describe_groups([engine.model], config.optimizer):
+            log.line(f" {line}")
 
         def save(progress: Progress) -> None:
             if manager is not None:
