@@ -53,7 +53,10 @@ def delta_rule(
     """
     _check(q, k, v, beta, g)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    fused = fla.delta_rule_kernel(q, k, v, g, reference=chunk_delta_rule)
+    variant = fla.Variant(packed=cu_seqlens is not None, state=initial_state is not None)
+    fused = fla.delta_rule_kernel(
+        q, k, v, gated=g is not None, variant=variant, reference=chunk_delta_rule
+    )
     run = fused or chunk_delta_rule
     return run(q, k, v, beta, g, factor, initial_state, cu_seqlens)
 

@@ -2,7 +2,7 @@
 
 Some pairs of Triton version and GPU make them return wrong gradients without a word (issues 984,
 640 and pull request 1262 of fla-org/flash-linear-attention). So the first call with a new type and
-shape runs small cases through the kernel and through this package's torch form; a kernel that errs
+shape runs a small case through the kernel and through this package's torch form; a kernel that errs
 or refuses is not used. A line in the log says which form runs and why.
 """
 
@@ -30,6 +30,17 @@ TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for besides types and shapes."""
+
+    packed: bool  # documents
+    state: bool  # an initial state is given
+
+    def __str__(self) -> str:
+        return (" of documents" if self.packed else "") + (" behind a state" if self.state else "")
+
+
+@dataclass(frozen=True)
 class Case:
     """Arguments of a kernel, by name and in order, and gradients of its two results."""
 
@@ -38,13 +49,19 @@ class Case:
 
 
 def delta_rule_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, reference: Kernel
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    gated: bool,
+    variant: Variant,
+    reference: Kernel,
 ) -> Kernel | None:
     """fla-core's chunked delta rule, `(q, k, v, beta, g, scale, initial_state, cu_seqlens)`, if it
     is right for inputs like these; else None, and `reference` must run."""
     dtype = q.dtype if q.dtype == k.dtype == v.dtype else None
     shape = (q.shape[2], q.shape[3], v.shape[3])
-    return _delta_rule_kernel(q.device, dtype, shape, g is not None, _deterministic(), reference)
+    return _delta_rule_kernel(q.device, dtype, shape, gated, variant, _deterministic(), reference)
 
 
 @functools.cache
@@ -53,6 +70,7 @@ def _delta_rule_kernel(
     dtype: torch.dtype | None,
     shape: tuple[int, int, int],
     gated: bool,
+    variant: Variant,
     deterministic: bool,
     reference: Kernel,
 ) -> Kernel | None:
@@ -60,12 +78,12 @@ def _delta_rule_kernel(
     if not reason and shape[1] > MAXIMUM_KEY_WIDTH:
         reason = f"fla-core takes key widths up to {MAXIMUM_KEY_WIDTH}, not {shape[1]}"
     return choose(
-        "gated delta rule" if gated else "delta rule",
+        f"{'gated ' if gated else ''}delta rule{variant}",
         device,
         reason,
         load=lambda: _load_delta_rule(gated),
         reference=reference,
-        cases=lambda: delta_rule_cases(device, dtype or torch.bfloat16, shape, gated),
+        case=lambda: delta_rule_case(device, dtype or torch.bfloat16, shape, gated, variant),
     )
 
 
@@ -73,34 +91,37 @@ def short_convolution_kernel(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
     silu: bool,
+    variant: Variant,
     reference: Kernel,
 ) -> Kernel | None:
     """fla-core's causal convolution, `(x, weight, bias, initial_state, silu, cu_seqlens)`, if it
     is right for inputs like these; else None, and `reference` must run."""
-    dtype, shape = x.dtype, (weight.shape[0], weight.shape[2])
-    key = (x.device, dtype, weight.dtype, shape, bias is not None, silu, _deterministic())
-    return _short_convolution_kernel(*key, reference)
+    dtypes, shape = (x.dtype, weight.dtype), (weight.shape[0], weight.shape[2])
+    return _short_convolution_kernel(
+        x.device, dtypes, shape, bias is not None, silu, variant, _deterministic(), reference
+    )
 
 
 @functools.cache
 def _short_convolution_kernel(
     device: torch.device,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     shape: tuple[int, int],
     bias: bool,
     silu: bool,
+    variant: Variant,
     deterministic: bool,
     reference: Kernel,
 ) -> Kernel | None:
     return choose(
-        "short convolution",
+        f"short convolution{variant}",
         device,
-        _obstacle(device, dtype, deterministic),
+        _obstacle(device, dtypes[0], deterministic),
         load=_load_short_convolution,
         reference=reference,
-        cases=lambda: short_convolution_cases(device, dtype, weight_dtype, shape, bias, silu),
+        case=lambda: short_convolution_case(device, dtypes, shape, bias, silu, variant),
     )
 
 
@@ -131,14 +152,14 @@ def choose(
     reason: str,
     load: Callable[[], Kernel],
     reference: Kernel,
-    cases: Callable[[], list[Case]],
+    case: Callable[[], Case],
 ) -> Kernel | None:
     """The loaded kernel if `reason` not to use it is empty and it agrees with `reference`; logs."""
     if not reason:
         try:
             kernel = load()
             with torch.inference_mode(False), torch.enable_grad():
-                reason = disagreement(kernel, reference, cases())
+                reason = disagreement(kernel, reference, case())
         except Exception as error:  # whatever a compiler or a version check raises
             reason = f"fla-core failed: {type(error).__name__}: {error}".splitlines()[0]
         else:
@@ -151,14 +172,13 @@ def choose(
     return None
 
 
-def disagreement(kernel: Kernel, reference: Kernel, cases: list[Case]) -> str:
+def disagreement(kernel: Kernel, reference: Kernel, case: Case) -> str:
     """Where `kernel` differs from `reference` in a result or a gradient, or nothing."""
-    for case in cases:
-        found, right = _results(kernel, case), _results(reference, case)
-        for name, expected in right.items():
-            error = (found[name].double() - expected.double()).norm() / expected.double().norm()
-            if not error <= TOLERANCE:  # a NaN is wrong too
-                return f"fla-core is wrong on this device: {name} is off by {error:.2g} of its norm"
+    found, right = _results(kernel, case), _results(reference, case)
+    for name, expected in right.items():
+        error = (found[name].double() - expected.double()).norm() / expected.double().norm()
+        if not error <= TOLERANCE:  # a NaN is wrong too
+            return f"fla-core is wrong on this device: {name} is off by {error:.2g} of its norm"
     return ""
 
 
@@ -226,63 +246,62 @@ def _packed(
     if cu_seqlens is None:
         return tensors, {}
     rows = {name: x.flatten(0, 1)[None] for name, x in tensors.items()}
-    return rows, {"cu_seqlens": cu_seqlens.clone()}
+    return rows, {"cu_seqlens": cu_seqlens.to(torch.int64, copy=True)}
 
 
-_BOUNDS = (None, (0, 130, 130, 203, 260))  # two equal sequences, or documents, one of them empty
+_BOUNDS = (0, 130, 130, 203, 260)  # documents of the test, one of them empty
 
 
-def delta_rule_cases(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], gated: bool
-) -> list[Case]:
+def delta_rule_case(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    gated: bool,
+    variant: Variant,
+) -> Case:
     """Several chunks, a ragged end, correlated keys; `shape`: heads, key width, value width."""
     heads, key_width, value_width = shape
     normal = _generator()
-    cases = []
-    for bounds in _BOUNDS:
-        rows = (2, 130, heads) if bounds is None else (1, 260, heads)
-        states = normal(2 if bounds is None else len(bounds) - 1, heads, key_width, value_width)
-        arguments = {
-            "q": F.normalize(F.silu(normal(*rows, key_width)), dim=-1).to(device, dtype),
-            "k": F.normalize(F.silu(normal(*rows, key_width)), dim=-1).to(device, dtype),
-            "v": normal(*rows, value_width).to(device, dtype),
-            "beta": normal(*rows).sigmoid().to(device),
-            "g": -0.1 * normal(*rows).exp().to(device) if gated else None,
-            "scale": key_width**-0.5,
-            "initial_state": None if bounds is None else states.to(device),
-            "cu_seqlens": None if bounds is None else torch.tensor(bounds, device=device),
-        }
-        d_output, d_state = normal(*rows, value_width), normal(*states.shape)
-        cases.append(Case(arguments, (d_output.to(device, dtype), d_state.to(device))))
-    return cases
+    rows, sequences = ((1, 260), len(_BOUNDS) - 1) if variant.packed else ((2, 130), 2)
+    state = (sequences, heads, key_width, value_width)
+    arguments = {
+        "q": F.normalize(F.silu(normal(*rows, heads, key_width)), dim=-1).to(device, dtype),
+        "k": F.normalize(F.silu(normal(*rows, heads, key_width)), dim=-1).to(device, dtype),
+        "v": normal(*rows, heads, value_width).to(device, dtype),
+        "beta": normal(*rows, heads).sigmoid().to(device),
+        "g": -0.1 * normal(*rows, heads).exp().to(device) if gated else None,
+        "scale": key_width**-0.5,
+        "initial_state": normal(*state).to(device) if variant.state else None,
+        "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
+    }
+    d_output = normal(*rows, heads, value_width).to(device, dtype)
+    return Case(arguments, (d_output, normal(*state).to(device)))
 
 
-def short_convolution_cases(
+def short_convolution_case(
     device: torch.device,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     shape: tuple[int, int],
     bias: bool,
     silu: bool,
-) -> list[Case]:
-    """Sequences, and documents behind given states; `shape`: channels, width."""
+    variant: Variant,
+) -> Case:
+    """`dtypes`: of x and of the weight; `shape`: channels, width."""
     channels, width = shape
+    dtype, weight_dtype = dtypes
     normal = _generator()
-    cases = []
-    for bounds in _BOUNDS:
-        rows = (2, 130, channels) if bounds is None else (1, 260, channels)
-        states = normal(2 if bounds is None else len(bounds) - 1, width - 1, channels)
-        arguments = {
-            "x": normal(*rows).to(device, dtype),
-            "weight": normal(channels, 1, width).to(device, weight_dtype),
-            "bias": normal(channels).to(device, weight_dtype) if bias else None,
-            "initial_state": None if bounds is None else states.to(device, dtype),
-            "silu": silu,
-            "cu_seqlens": None if bounds is None else torch.tensor(bounds, device=device),
-        }
-        d_output, d_state = normal(*rows), normal(*states.shape)
-        cases.append(Case(arguments, (d_output.to(device, dtype), d_state.to(device, dtype))))
-    return cases
+    rows, sequences = ((1, 260), len(_BOUNDS) - 1) if variant.packed else ((2, 130), 2)
+    state = (sequences, width - 1, channels)
+    arguments = {
+        "x": normal(*rows, channels).to(device, dtype),
+        "weight": normal(channels, 1, width).to(device, weight_dtype),
+        "bias": normal(channels).to(device, weight_dtype) if bias else None,
+        "initial_state": normal(*state).to(device, dtype) if variant.state else None,
+        "silu": silu,
+        "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
+    }
+    d_output, d_state = normal(*rows, channels), normal(*state)
+    return Case(arguments, (d_output.to(device, dtype), d_state.to(device, dtype)))
 
 
 def _generator() -> Callable[..., torch.Tensor]:

@@ -46,7 +46,10 @@ def short_convolution(
             f"initial_state must be {state_shape}, not {tuple(initial_state.shape)}: the last "
             "inputs of each sequence, or of each document of cu_seqlens"
         )
-    fused = fla.short_convolution_kernel(x, weight, bias, silu, torch_short_convolution)
+    variant = fla.Variant(packed=cu_seqlens is not None, state=initial_state is not None)
+    fused = fla.short_convolution_kernel(
+        x, weight, bias, silu=silu, variant=variant, reference=torch_short_convolution
+    )
     run = fused or torch_short_convolution
     return run(x, weight, bias, initial_state, silu, cu_seqlens)
 

@@ -253,8 +253,6 @@ def _wrong_gradient(index: int) -> Any:
 def _documents_not_restarted(
     q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, s: Any, cu: Any
 ):  # type: ignore[no-untyped-def]
-    if cu is None:
-        return chunk_delta_rule(q, k, v, beta, g, scale, s, cu)
     out, final = chunk_delta_rule(q, k, v, beta, g, scale, s[:1], None)
     return out, final + s * 0
 
@@ -268,8 +266,12 @@ def _refuses(*args: Any) -> Any:
     raise RuntimeError("Triton 3.6.0 on Hopper\nis not supported")
 
 
-def _cases(gated: bool) -> list[fla.Case]:
-    return fla.delta_rule_cases(torch.device("cpu"), torch.bfloat16, (2, 16, 16), gated)
+VARIANTS = [fla.Variant(packed, state) for packed in (False, True) for state in (False, True)]
+CPU = torch.device("cpu")
+
+
+def _case(gated: bool, variant: fla.Variant = VARIANTS[-1], device: torch.device = CPU) -> fla.Case:
+    return fla.delta_rule_case(device, torch.bfloat16, (2, 16, 16), gated, variant)
 
 
 def _recurrence(q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, state: Any, cu: Any) -> Any:
@@ -284,9 +286,10 @@ def _recurrence(q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, state: An
     return out.to(v.dtype), final.float()
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: str(v) or "plain")
 @pytest.mark.parametrize("gated", [False, True])
-def test_self_test_accepts_a_right_kernel(gated: bool) -> None:
-    assert fla.disagreement(_recurrence, chunk_delta_rule, _cases(gated)) == ""
+def test_self_test_accepts_a_right_kernel(gated: bool, variant: fla.Variant) -> None:
+    assert fla.disagreement(_recurrence, chunk_delta_rule, _case(gated, variant)) == ""
 
 
 @pytest.mark.parametrize(
@@ -302,10 +305,7 @@ def test_self_test_accepts_a_right_kernel(gated: bool) -> None:
     ],
 )
 def test_self_test_refuses_a_wrong_kernel(kernel: Any, complaint: str) -> None:
-    if complaint.endswith("initial_state"):
-        original = kernel
-        kernel = lambda *a: original(*a) if a[6] is not None else chunk_delta_rule(*a)  # noqa: E731
-    assert complaint in fla.disagreement(kernel, chunk_delta_rule, _cases(gated=True))
+    assert complaint in fla.disagreement(kernel, chunk_delta_rule, _case(gated=True))
 
 
 @pytest.mark.parametrize(
@@ -322,9 +322,8 @@ def test_one_line_says_why_the_kernel_is_not_used(
     kernel: Any, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="megadiff"):
-        device = torch.device("cpu")
         chosen = fla.choose(
-            "delta rule", device, "", lambda: kernel, chunk_delta_rule, lambda: _cases(False)
+            "delta rule", CPU, "", lambda: kernel, chunk_delta_rule, lambda: _case(False)
         )
     assert chosen is None
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(line)
@@ -338,3 +337,20 @@ def test_torch_runs_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture
         delta_rule(**inputs)
         delta_rule(**inputs)
     assert caplog.messages == ["delta rule: torch, because the tensors are on cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: str(v) or "plain")
+@pytest.mark.parametrize("gated", [False, True])
+def test_on_a_gpu(gated: bool, variant: fla.Variant, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever runs there is right, and says what it is."""
+    fla._delta_rule_kernel.cache_clear()
+    with caplog.at_level(logging.INFO, logger="megadiff"):
+        case = _case(gated, variant, torch.device("cuda"))
+
+        def run(q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, state: Any, cu: Any) -> Any:
+            return delta_rule(q, k, v, beta, g, scale=scale, initial_state=state, cu_seqlens=cu)
+
+        assert fla.disagreement(run, _recurrence, case) == ""
+    print(*caplog.messages)
+    assert any("delta rule" in message for message in caplog.messages)

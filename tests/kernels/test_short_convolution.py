@@ -100,9 +100,24 @@ def _acausal(x: Any, weight: Any, *rest: Any) -> Any:
     return torch_short_convolution(x, weight.flip(2), *rest)
 
 
-def test_self_test_tells_a_wrong_kernel() -> None:
-    cases = fla.short_convolution_cases(
-        torch.device("cpu"), torch.bfloat16, torch.float32, (8, 4), True, True
-    )
-    assert fla.disagreement(torch_short_convolution, torch_short_convolution, cases) == ""
-    assert "the output" in fla.disagreement(_acausal, torch_short_convolution, cases)
+@pytest.mark.parametrize("packed", [False, True])
+def test_self_test_tells_a_wrong_kernel(packed: bool) -> None:
+    dtypes = (torch.bfloat16, torch.float32)
+    variant = fla.Variant(packed, state=packed)
+    case = fla.short_convolution_case(torch.device("cpu"), dtypes, (8, 4), True, True, variant)
+    assert fla.disagreement(torch_short_convolution, torch_short_convolution, case) == ""
+    assert "the output" in fla.disagreement(_acausal, torch_short_convolution, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_gpu(packed: bool) -> None:
+    """Whatever runs there is right."""
+    dtypes = (torch.bfloat16, torch.bfloat16)
+    variant = fla.Variant(packed, state=packed)
+    case = fla.short_convolution_case(torch.device("cuda"), dtypes, (64, 4), True, True, variant)
+
+    def run(x: Any, weight: Any, bias: Any, state: Any, silu: Any, cu: Any) -> Any:
+        return short_convolution(x, weight, bias, silu=silu, initial_state=state, cu_seqlens=cu)
+
+    assert fla.disagreement(run, torch_short_convolution, case) == ""
