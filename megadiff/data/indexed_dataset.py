@@ -9,7 +9,7 @@ files only. A document without tokens repeats a boundary and has no sequence.
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -144,6 +144,20 @@ class IndexedDataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         return self.get(index)
+
+    @property
+    def bin_size(self) -> int:
+        """Bytes of the .bin file."""
+        return Path(bin_path(self.prefix)).stat().st_size
+
+    def token_chunks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
+        """All tokens of the .bin in file order, `size` at a time, each with its first's number."""
+        with Path(bin_path(self.prefix)).open("rb") as file:
+            begin = 0
+            while chunk := file.read(size * self.dtype.itemsize):
+                tokens = np.frombuffer(chunk, dtype=self.dtype)
+                yield begin, tokens
+                begin += len(tokens)
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document `index`, its sequences one after another."""

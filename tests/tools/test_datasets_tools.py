@@ -1,0 +1,179 @@
+"""merge_datasets, split_dataset, inspect_data and prepare_cache, as they are called."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megadiff.data.tokenizers import ByteTokenizer
+from tools import inspect_data, merge_datasets, prepare_cache, split_dataset
+
+TEXTS = [f"Document {number} " + "x" * (number * 7 % 50) for number in range(40)]
+
+
+def write(prefix: Path, texts: list[str]) -> str:
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for text in texts:
+            builder.add_document([*text.encode(), ByteTokenizer.eod])
+    return str(prefix)
+
+
+def contents(prefix: str) -> tuple[bytes, bytes]:
+    return Path(prefix + ".bin").read_bytes(), Path(prefix + ".idx").read_bytes()
+
+
+@pytest.mark.parametrize("words", [["--split", "8,1,1"], ["--shards", "5"], ["--shards", "40"]])
+def test_what_was_split_merges_back(words: list[str], tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", TEXTS)
+    (tmp_path / "parts").mkdir()
+    parts = str(tmp_path / "parts" / "part")
+    assert split_dataset.main(["--input", whole, "--output-prefix", parts, *words]) == 0
+    merged = str(tmp_path / "merged")
+    inputs = [str(tmp_path / "parts")]
+    if words[0] == "--split":
+        inputs = [f"{parts}_{name}" for name in ("train", "valid", "test")]
+        assert IndexedDataset(inputs[0]).document_count == 32
+    assert merge_datasets.main(["--input", *inputs, "--output-prefix", merged]) == 0
+    assert contents(merged) == contents(whole)
+
+
+def test_shards_hold_about_as_many_tokens(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", TEXTS)
+    assert split_dataset.main(f"--input {whole} --output-prefix {whole} --shards 4".split()) == 0
+    sizes = [int(IndexedDataset(f"{whole}_{i}").lengths.sum()) for i in range(4)]
+    mean = sum(sizes) / 4
+    assert all(abs(size - mean) <= 70 for size in sizes)  # the longest document
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "message"),
+    [
+        (merge_datasets.main, "--input {a} {int32} --output-prefix {out}", "int32 tokens"),
+        (merge_datasets.main, "--input {a} {a} --output-prefix {out}", "more than once"),
+        (merge_datasets.main, "--input {a} {b} --output-prefix {a}", "is one of the inputs"),
+        (merge_datasets.main, "--input {a} --output-prefix {b}", "--overwrite"),
+        (merge_datasets.main, "--input {absent} --output-prefix {out}", "no such dataset"),
+        (split_dataset.main, "--input {a} --output-prefix {out} --shards 99", "has 40 documents"),
+        (split_dataset.main, "--input {a} --output-prefix {out} --split 1,x", "--split 1,x"),
+        (inspect_data.main, "show {a} --documents 40", "there are 40 documents"),
+        (inspect_data.main, "show {a} --documents x", "a number, or first-last"),
+        (inspect_data.main, "stats {a} --nonsense", "unknown words: --nonsense"),
+        (prepare_cache.main, "--data-path {a}", "--data-cache-path"),
+    ],
+)
+def test_errors(
+    main, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {name: str(tmp_path / name) for name in ("a", "b", "int32", "out", "absent")}
+    write(tmp_path / "a", TEXTS)
+    write(tmp_path / "b", TEXTS[:3])
+    with IndexedDatasetBuilder(names["int32"], np.int32) as builder:
+        builder.add_document([1])
+    assert main(words.format(**names).split()) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", TEXTS)
+    words = ["show", prefix, "--documents", "3", "38-99", "--tokenizer-type", "ByteTokenizer"]
+    assert inspect_data.main(words) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("Doc")] == [
+        TEXTS[3],
+        TEXTS[38],
+        TEXTS[39],
+    ]
+
+
+def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", TEXTS)
+    picture = tmp_path / "lengths.png"
+    assert inspect_data.main(["stats", prefix, "--histogram", str(picture)]) == 0
+    out = capsys.readouterr().out
+    lengths = [len(text) + 1 for text in TEXTS]
+    for line in ("documents 40", f"tokens {sum(lengths)}", f"longest {max(lengths)}"):
+        assert f"  {line}\n" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_check_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", TEXTS)
+    byte_level = ["--tokenizer-type", "ByteTokenizer", "--append-eod"]
+    assert inspect_data.main(["check", prefix, *byte_level]) == 0
+    tokens, index = Path(prefix + ".bin"), Path(prefix + ".idx")
+    whole = tokens.read_bytes(), index.read_bytes()
+
+    def damaged(path: Path, offset: int, value: bytes) -> str:
+        data = bytearray(path.read_bytes())
+        data[offset : offset + len(value)] = value
+        path.write_bytes(data)
+        assert inspect_data.main(["check", prefix, *byte_level]) == 1
+        tokens.write_bytes(whole[0])
+        index.write_bytes(whole[1])
+        return capsys.readouterr().out
+
+    end = 2 * (len(TEXTS[0]) + 1)
+    assert "token 5 is 300, outside of 259" in damaged(tokens, 10, b"\x2c\x01")
+    assert "1 documents do not end with token 256, the first is 0" in damaged(
+        tokens, end - 2, b"a\0"
+    )
+    assert "sequence 1 begins at byte 7" in damaged(index, 34 + 40 * 4 + 8, b"\x07")
+    assert "the documents are not in order" in damaged(index, 34 + 40 * 12 + 8, b"\x09")
+    tokens.write_bytes(whole[0] + b"ab")
+    assert inspect_data.main(["check", prefix]) == 1
+    assert f"has {len(whole[0]) + 2} bytes" in capsys.readouterr().out
+    tokens.write_bytes(whole[0][:-2])
+    assert inspect_data.main(["check", prefix]) == 1
+    assert "it was cut off" in capsys.readouterr().out
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", TEXTS), write(tmp_path / "b", TEXTS)
+    c = write(tmp_path / "c", [*TEXTS[:-1], TEXTS[-1].replace("D", "d")])
+    assert inspect_data.main(["compare", a, b]) == 0
+    assert inspect_data.main(["compare", a, c]) == 1
+    assert inspect_data.main(["compare", a, write(tmp_path / "d", TEXTS[:-1])]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = sum(len(text) + 1 for text in TEXTS[:-1])
+    assert lines == ["the same", f"token {at} of all is 68 and 100", "document_count: 40 and 39"]
+
+
+def run_flags(prefix: str, folder: Path) -> list[str]:
+    flags = f"--data-path {prefix} --split 9,1,0 --seq-length 16 --seed 5 --train-iters 10"
+    flags += " --global-batch-size 4 --eval-iters 1 --tokenizer-type ByteTokenizer"
+    return [*flags.split(), "--data-cache-path", str(folder)]
+
+
+def test_a_step_is_what_training_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megadiff.config import load_config
+    from megadiff.parallel.mesh import Axis
+    from megadiff.training.data import build_data, set_vocabulary
+
+    flags = run_flags(write(tmp_path / "a", TEXTS), tmp_path / "cache")
+    assert inspect_data.main(["step", "--step", "3", "--characters", "0", *flags]) == 0
+    samples: list[str] = []
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("sample "):
+            samples.append("")
+        else:
+            samples[-1] += ast.literal_eval(line.split(": ", 1)[1])
+    config = load_config(flags)
+    batches = build_data(config, Axis(), set_vocabulary(config)).train.step(8, 4)
+    assert len(samples) == len(batches) == 4
+    for text, batch in zip(samples, batches, strict=True):
+        assert text.startswith(ByteTokenizer().decode(batch.tokens[0].tolist()))
+
+
+def test_prepared_cache_is_what_a_run_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = run_flags(write(tmp_path / "a", TEXTS), tmp_path / "cache")
+    assert prepare_cache.main(flags) == 0
+    assert "train: 8" in capsys.readouterr().out
+    before = sorted((tmp_path / "cache").iterdir())
+    assert len(before) == 2  # train and valid
+    assert inspect_data.main(["step", "--step", "1", *flags]) == 0
+    assert sorted((tmp_path / "cache").iterdir()) == before
