@@ -172,6 +172,36 @@ class ParallelConfig:
     sequence_parallel: bool = _option(
         False, "shard the norms' activations along the sequence over the tensor-parallel ranks"
     )
+    pipeline_model_parallel_size: int = _option(1, "ranks that share the layers among them")
+    num_virtual_stages_per_pipeline_rank: int = _option(
+        1, "runs of layers on each pipeline rank; more than one needs the interleaved schedule"
+    )
+    pipeline_model_parallel_layout: str = _option(
+        "even", "layers of each stage: even, balanced (by cost), or their numbers, such as 5,6,6,5"
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] | None = _option(
+        None, "order of micro-batches; 1f1b by default, interleaved_1f1b with virtual stages"
+    )
+    context_parallel_size: int = _option(1, "ranks that share every sequence")
+    recompute_granularity: Literal["full", "selective"] | None = _option(
+        None,
+        "compute again in backward instead of keeping: whole layers, or attention alone",
+        aliases={"--recompute-activations": "selective"},
+    )
+    recompute_method: Literal["uniform", "block"] | None = _option(
+        None,
+        "full recomputation: all layers in runs of --recompute-num-layers (uniform, the default), "
+        "or that many layers of each stage one by one (block)",
+    )
+    recompute_num_layers: int = _option(1, "see --recompute-method")
+
+    @property
+    def schedule(self) -> Literal["gpipe", "1f1b", "interleaved_1f1b"]:
+        """The pipeline schedule, given or implied."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        return "1f1b" if self.num_virtual_stages_per_pipeline_rank == 1 else "interleaved_1f1b"
+
     distributed_backend: Literal["nccl", "gloo"] | None = _option(
         None, "nccl on GPUs and gloo on CPUs by default"
     )
@@ -627,11 +657,18 @@ def _validate_delta(m: ModelConfig) -> None:
 
 def _validate_split(config: Config, world_size: int) -> None:
     m, p = config.model, config.parallel
-    _require_positive(p, "tensor_model_parallel_size", "distributed_timeout_minutes")
-    tp = p.tensor_model_parallel_size
+    _require_positive(
+        p, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "num_virtual_stages_per_pipeline_rank", "recompute_num_layers",
+        "distributed_timeout_minutes",
+    )  # fmt: skip
+    tp, pp, cp = (
+        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    )  # fmt: skip
     _require(
-        world_size % tp == 0,
-        f"the world size {world_size} is not a multiple of --tensor-model-parallel-size {tp}",
+        world_size % (tp * pp * cp) == 0,
+        f"the world size {world_size} is not a multiple of --tensor-model-parallel-size {tp} x "
+        f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {tp * pp * cp}",
     )
     _require(
         m.num_attention_heads % tp == 0,
@@ -653,16 +690,109 @@ def _validate_split(config: Config, world_size: int) -> None:
         m.ffn_size % tp == 0,
         f"the MLP's width {m.ffn_size} is not a multiple of --tensor-model-parallel-size {tp}",
     )
+    seq_length = config.training.seq_length
     _require(
-        not p.sequence_parallel or config.training.seq_length % tp == 0,
-        f"--seq-length {config.training.seq_length} is not a multiple of "
-        f"--tensor-model-parallel-size {tp}, as --sequence-parallel needs",
+        cp == 1 or seq_length % (2 * cp) == 0,
+        f"--seq-length {seq_length} is not a multiple of 2 x --context-parallel-size {cp} = "
+        f"{2 * cp}: each rank takes one part of the head and one of the tail",
     )
+    _require(
+        not p.sequence_parallel or seq_length // cp % tp == 0,
+        f"--seq-length {seq_length} / --context-parallel-size {cp} = {seq_length // cp} is not a "
+        f"multiple of --tensor-model-parallel-size {tp}, as --sequence-parallel needs",
+    )
+    mixers = {m.mixer_of_layer(layer) for layer in range(m.num_layers)}
+    recurrent = sorted(mixers - {"standard", "diff_v1", "diff_v2"})
+    _require(
+        cp == 1 or not recurrent,
+        f"--context-parallel-size {cp} splits attention only, and the model has layers of "
+        f"{', '.join(recurrent)}",
+    )
+    _validate_pipeline(m, p)
+    _require(
+        p.recompute_granularity == "full" or p.recompute_method is None,
+        f"--recompute-method {p.recompute_method} needs --recompute-granularity full",
+    )
+    _require(
+        p.recompute_num_layers <= m.num_layers,
+        f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers {m.num_layers}",
+    )
+
+
+def _validate_pipeline(m: ModelConfig, p: ParallelConfig) -> None:
+    pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    stages = pp * virtual
+    _require(
+        pp > 1 or virtual == 1,
+        f"--num-virtual-stages-per-pipeline-rank {virtual} needs --pipeline-model-parallel-size "
+        f"above 1",
+    )
+    _require(
+        virtual == 1 or p.pipeline_schedule in (None, "interleaved_1f1b"),
+        f"--pipeline-schedule {p.pipeline_schedule} runs one stage on each rank, and "
+        f"--num-virtual-stages-per-pipeline-rank is {virtual}",
+    )
+    _require(
+        virtual > 1 or p.pipeline_schedule != "interleaved_1f1b",
+        "--pipeline-schedule interleaved_1f1b needs --num-virtual-stages-per-pipeline-rank above 1",
+    )
+    _require(
+        m.num_layers >= stages,
+        f"--num-layers {m.num_layers} are fewer than the {stages} stages of "
+        f"--pipeline-model-parallel-size {pp} x --num-virtual-stages-per-pipeline-rank {virtual}",
+    )
+    if p.pipeline_model_parallel_layout != "balanced":
+        stage_sizes(m.num_layers, p)
+
+
+def stage_sizes(num_layers: int, p: ParallelConfig) -> list[int]:
+    """The number of layers of every pipeline stage, for an even or a given layout.
+
+    Raises ConfigError when the layers do not divide or the layout does not add up.
+    """
+    stages = p.pipeline_model_parallel_size * p.num_virtual_stages_per_pipeline_rank
+    layout = p.pipeline_model_parallel_layout
+    if layout == "even":
+        _require(
+            num_layers % stages == 0,
+            f"--num-layers {num_layers} do not divide evenly among {stages} pipeline stages; give "
+            "--pipeline-model-parallel-layout balanced, or the number of layers of each stage",
+        )
+        return [num_layers // stages] * stages
+    parts = [part.strip() for part in layout.split(",")]
+    _require(
+        all(part.isdecimal() and int(part) > 0 for part in parts),
+        f"--pipeline-model-parallel-layout {layout!r} is neither even, balanced nor a list of "
+        "numbers of layers such as 5,6,6,5",
+    )
+    sizes = [int(part) for part in parts]
+    _require(
+        len(sizes) == stages and sum(sizes) == num_layers,
+        f"--pipeline-model-parallel-layout {layout} has {len(sizes)} stages with {sum(sizes)} "
+        f"layers in all, and the model has {stages} stages with {num_layers}",
+    )
+    return sizes
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
     """The number of data-parallel replicas."""
-    return world_size // config.parallel.tensor_model_parallel_size
+    p = config.parallel
+    ranks = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    return world_size // ranks
+
+
+def _validate_micro_batches(p: ParallelConfig, micro_batches: int) -> None:
+    pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    _require(
+        pp == 1 or p.pipeline_schedule == "gpipe" or micro_batches >= pp,
+        f"a step has {micro_batches} micro-batches, fewer than --pipeline-model-parallel-size {pp}:"
+        " raise --global-batch-size or lower --micro-batch-size",
+    )
+    _require(
+        virtual == 1 or micro_batches % pp == 0,
+        f"the interleaved schedule needs micro-batches in multiples of "
+        f"--pipeline-model-parallel-size {pp}, and a step has {micro_batches}",
+    )
 
 
 def _validate_training(config: Config, world_size: int) -> None:
@@ -677,6 +807,7 @@ def _validate_training(config: Config, world_size: int) -> None:
         f"--global-batch-size {t.global_batch_size} is not a multiple of --micro-batch-size "
         f"{t.micro_batch_size} x data-parallel size {dp} = {t.micro_batch_size * dp}",
     )
+    _validate_micro_batches(config.parallel, t.global_batch_size // (t.micro_batch_size * dp))
     _require(t.train_iters is not None, "--train-iters is missing: how many steps to train")
     _require(0 <= o.min_lr <= o.lr, f"--min-lr {o.min_lr} must lie between 0 and --lr {o.lr}")
     decay = o.lr_decay_iters or t.train_iters or 0

@@ -15,6 +15,7 @@ from megadiff.kernels import attention, diff_attention, rotary
 from megadiff.models.geometry import Geometry, KeyValueCache
 from megadiff.models.mixer import Mixer
 from megadiff.parallel.collectives import sum_gradients
+from megadiff.parallel.context import attend_in_context
 from megadiff.parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -24,6 +25,7 @@ from megadiff.parallel.linear import (
 )
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init, Section, make_parameter
+from megadiff.parallel.recompute import recomputed
 
 # 64 elements are 128 bytes in bfloat16: rows of the fused projection stay aligned behind lambda's.
 _PAD = 64
@@ -48,7 +50,7 @@ class _Attention(Mixer):
     ) -> None:
         super().__init__()
         heads, groups, hidden = config.num_attention_heads, config.query_groups, config.hidden_size
-        self.width, self.value_width = width, value_width
+        self.width, self.value_width, self.query_heads = width, value_width, query_heads
         self.rotary = config.position_embedding_type == "rope"
         self.interleaved = config.rotary_interleaved
         init = Init(config.init_method_std)
@@ -74,6 +76,9 @@ class _Attention(Mixer):
     def new_cache(self, max_length: int) -> KeyValueCache:
         return KeyValueCache(max_length)
 
+    def operations(self, keys: float) -> float:
+        return 2.0 * keys * self.query_heads * (self.width + self.value_width)
+
     def heads(self, *projections: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as `[b, s, heads, width]`, with rotary positions on q and k."""
         q, k, v = projections
@@ -83,6 +88,10 @@ class _Attention(Mixer):
         if self.rotary:
             q, k = rotary(q, k, *geometry.rotary[self.width], self.interleaved)
         return q, k, v
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `_attend`."""
+        return recomputed(_attend, *args, **kwargs) if self.recompute else _attend(*args, **kwargs)
 
 
 def _attend(
@@ -95,10 +104,12 @@ def _attend(
     cache: KeyValueCache | None,
     **options: Any,
 ) -> Tensor:
-    """`operator` over whole sequences, packed documents or a cache; `[b, s, heads * width]`."""
+    """`operator` over whole or shared sequences, documents or a cache; `[b, s, heads * width]`."""
     if cache is not None:
         k, v, lengths = cache.append(k, v, geometry.positions)
         y = operator(q, k, v, *lam, seqused_k=lengths, **options)
+    elif geometry.context is not None:
+        y = attend_in_context(operator, q, k, v, *lam, context=geometry.context, **options)
     elif geometry.cu_seqlens is None:
         y = operator(q, k, v, *lam, **options)
     else:
@@ -132,7 +143,7 @@ class StandardAttention(_Attention):
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
         q, k, v = self.heads(*self.qkv.split(self.qkv(x)), geometry=geometry)
-        return self.out(_attend(attention, q, k, v, geometry=geometry, cache=cache))
+        return self.out(self.attend(attention, q, k, v, geometry=geometry, cache=cache))
 
 
 def lambda_init_of_layer(layer: int) -> float:
@@ -221,7 +232,7 @@ class DiffAttentionV1(_Attention):
         q, k, v = self.heads(*self.qkv.split(self.qkv(x)), geometry=geometry)
         lam, norm_weight = self.lambda_and_norm()
         self.mean_lambda = lam.detach().mean()
-        y = _attend(
+        y = self.attend(
             diff_attention,
             q,
             k,
@@ -265,4 +276,4 @@ class DiffAttentionV2(_Attention):
         wide = torch.promote_types(logits.dtype, torch.float32)
         lam = torch.sigmoid(logits.to(wide))
         self.mean_lambda = lam.detach().mean()
-        return self.out(_attend(diff_attention, q, k, v, lam, geometry=geometry, cache=cache))
+        return self.out(self.attend(diff_attention, q, k, v, lam, geometry=geometry, cache=cache))

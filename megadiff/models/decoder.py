@@ -13,6 +13,7 @@ from megadiff.models.block import Block
 from megadiff.models.geometry import Geometry
 from megadiff.models.norm import Norm
 from megadiff.parallel.collectives import copy_to_group, gather_sequence
+from megadiff.parallel.context import make_context
 from megadiff.parallel.embedding import (
     PositionEmbedding,
     vocab_parallel_embedding,
@@ -21,6 +22,7 @@ from megadiff.parallel.embedding import (
 from megadiff.parallel.loss import vocab_parallel_cross_entropy
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init
+from megadiff.parallel.recompute import Recompute, recomputed
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Decoder(nn.Module):
         stage: Stage | None = None,
         *,
         max_positions: int = 0,
+        recompute: Recompute | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -81,6 +84,9 @@ class Decoder(nn.Module):
                 )
         blocks = {str(layer): Block(config, layer, mesh, **factory) for layer in stage.layers}
         self.layers = nn.ModuleDict(blocks)
+        self.recompute = recompute or Recompute()
+        for block in self.blocks:
+            block.mixer.recompute = self.recompute.granularity == "selective"
         if stage.last:
             self.final_norm = Norm(config, mesh, "final_norm", **factory)
             if not tied:
@@ -99,17 +105,25 @@ class Decoder(nn.Module):
         """Run this stage.
 
         `x` is `[b, s]` token ids on the first stage, else the previous stage's output. `positions`
-        `[b, s]`; `cu_seqlens` as in `Geometry`. Returns the hidden state, or on the last stage the
-        loss of every token `[b, s]` in at least float32 when `labels` are given, else the logits
-        `[b, s, vocab / tp]` of this rank's columns.
+        `[b, s]`; `cu_seqlens` as in `Geometry`. Under context parallelism s is this rank's part of
+        the sequence (`context_shard`) and `cu_seqlens` speaks of the whole. Returns the hidden
+        state, or on the last stage the loss of every token `[b, s]` in at least float32 when
+        `labels` are given, else the logits `[b, s, vocab / tp]` of this rank's columns.
         """
         geometry = self._geometry(positions, cu_seqlens)
         if self.embedding is not None:
             x = vocab_parallel_embedding(x, self.embedding, self.mesh)
             if self.position_embedding is not None:
                 x = self.position_embedding(x, positions)
-        for index, block in enumerate(self.blocks):
-            x = block(x, geometry, cache[index] if cache is not None else None)
+        if cache is not None:
+            for block, layer_cache in zip(self.blocks, cache, strict=True):
+                x = block(x, geometry, layer_cache)
+        else:
+            for blocks, again in self.recompute.runs(self.blocks):
+                if again:
+                    x = recomputed(_run_blocks, blocks, x, geometry)
+                else:
+                    x = _run_blocks(blocks, x, geometry)
         if self.final_norm is None or self.output is None:
             return x
         x = self.final_norm(x)
@@ -150,4 +164,14 @@ class Decoder(nn.Module):
             factor = self.config.rope_scaling_factor if self.config.use_rope_scaling else None
             for width in self.rotary_widths:
                 rotary[width] = rotary_cos_sin(at, width, base, factor)
-        return Geometry(positions, cu_seqlens, rotary)
+        context = None
+        if self.mesh.cp.size > 1:
+            whole = positions.shape[1] * self.mesh.cp.size
+            context = make_context(whole, self.mesh.cp, cu_seqlens)
+        return Geometry(positions, cu_seqlens, rotary, context)
+
+
+def _run_blocks(blocks: Sequence[Block], x: Tensor, geometry: Geometry) -> Tensor:
+    for block in blocks:
+        x = block(x, geometry)
+    return x

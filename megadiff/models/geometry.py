@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megadiff.parallel.context import Context
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -12,12 +14,14 @@ class Geometry:
 
     `cu_seqlens`, int32 `[documents + 1]`, cuts the `b * s` tokens into documents that do not attend
     to each other; None means that each sequence is one document. `rotary` holds cos and sin, each
-    `[b, s, width / 2]` float32, by head width.
+    `[b, s, width / 2]` float32, by head width. Under context parallelism s counts this rank's part
+    of each sequence, `cu_seqlens` the whole, and `context` says which part it is.
     """
 
     positions: Tensor  # [b, s] int64
     cu_seqlens: Tensor | None
     rotary: dict[int, tuple[Tensor, Tensor]]
+    context: Context | None = None
 
 
 class KeyValueCache:

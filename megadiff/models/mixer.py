@@ -13,6 +13,9 @@ class Mixer(nn.Module):
     mean_lambda: Tensor | None = None
     """Differential mixers: mean lambda over this rank's heads in the last forward pass."""
 
+    recompute = False
+    """Attention mixers: run the operator again in backward instead of keeping what it saves."""
+
     def forward(self, x: Tensor, geometry: Geometry, cache: Any = None) -> Tensor:
         """`cache`, from `new_cache`, holds what earlier tokens of the same sequences left."""
         raise NotImplementedError
@@ -20,3 +23,10 @@ class Mixer(nn.Module):
     def new_cache(self, max_length: int) -> Any:
         """An empty cache for sequences of up to `max_length` tokens."""
         raise NotImplementedError
+
+    def operations(self, keys: float) -> float:
+        """Floating-point operations of a forward for one token that sees `keys` tokens.
+
+        Over all heads of the model, and without those of the projections.
+        """
+        return 0.0

@@ -137,6 +137,7 @@ class Buckets:
         gets fewer gradients is reduced in `finish`.
         """
         self._next = 0
+        self._finished = False
         for bucket in self.buckets:
             bucket.gradients.zero_()
             bucket.reduced = False
@@ -147,6 +148,9 @@ class Buckets:
 
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait; all `own_gradients` are then final."""
+        if self._finished:
+            return
+        self._finished = True
         for bucket in self.buckets:
             if not bucket.reduced:
                 for slot in bucket.slots:

@@ -36,6 +36,7 @@ class ParallelMesh:
     dp_cp: Axis = field(default_factory=Axis)  # ranks that hold the same parameters
     model: Axis = field(default_factory=Axis)  # pp x tp: ranks that together hold one model
     tp_copies: Axis = field(default_factory=Axis)  # tp ranks that hold copies of one KV group
+    ends: Axis = field(default_factory=Axis)  # first and last stage, which hold tied embeddings
     rank: int = 0
     world_size: int = 1
     sequence_parallel: bool = False
@@ -86,6 +87,7 @@ def build_mesh(
         dp_cp=axis([1, 2]),
         model=axis([0, 3]),
         tp_copies=axis([1], grid.reshape(-1, kv_copies)),
+        ends=axis([0], grid[[0, -1]] if pipeline > 1 else grid[:1]),
         rank=rank,
         world_size=world,
         sequence_parallel=sequence_parallel and tensor > 1,

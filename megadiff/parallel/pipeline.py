@@ -1,0 +1,159 @@
+"""Pipeline parallelism: who holds which layers, and torch's schedules over the stages.
+
+Stage i is on pipeline rank i % pp; with virtual stages a rank holds several runs of layers
+(arXiv 2104.04473). Every rank of a pipeline reads the same micro-batches, so that tokens,
+positions, labels, masks and document boundaries are at hand on every stage and only the hidden
+state travels.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from megadiff.parallel.mesh import ParallelMesh
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+
+
+def balanced_sizes(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
+    """Cut layers of `costs` into `stages` runs such that the dearest run is as cheap as possible.
+
+    `first` and `last` are what the first and last stage do besides (embedding, output). Among
+    equals the earlier stages are smaller: they hold the activations of more micro-batches.
+    """
+    n = len(costs)
+    if n < stages:
+        raise ValueError(f"{n} layers are fewer than {stages} stages")
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    # best[i] is the least maximum with layers [0, i) on the stages so far, cut[s][i] its last cut
+    best = [before[i] + first if i else float("inf") for i in range(n + 1)]
+    cuts = []
+    for stage in range(1, stages):
+        extra = last if stage == stages - 1 else 0.0
+        following, cut = [float("inf")] * (n + 1), [0] * (n + 1)
+        for end in range(stage + 1, n + 1):
+            for start in range(stage, end):
+                worst = max(best[start], before[end] - before[start] + extra)
+                if worst < following[end]:
+                    following[end], cut[end] = worst, start
+        best = following
+        cuts.append(cut)
+    bounds = [n]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    bounds = [0, *reversed(bounds)]
+    return [end - start for start, end in pairwise(bounds)]
+
+
+class _Stage(nn.Module):
+    """A run of layers as torch's schedules call it: cu_seqlens come as `[1, documents + 1]`."""
+
+    def __init__(self, chunk: nn.Module) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(
+        self, x: Tensor, positions: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens[0]
+        return self.chunk(x, positions, labels, cu_seqlens)
+
+
+def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    return (losses * weights).sum()
+
+
+class Pipeline:
+    """The stages of this rank under one schedule.
+
+    `chunks` are this rank's runs of layers, in order; each takes `(x, positions, labels,
+    cu_seqlens)` and returns the hidden state, the last one the loss of every token. The hidden
+    state between stages is `[b, s, hidden_size]` of `dtype` (`[b, s / tp, hidden_size]` under
+    sequence parallelism), s being this rank's part of the sequence.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: ParallelMesh,
+        schedule: ScheduleName,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.stages = [_Stage(chunk) for chunk in chunks]
+        self.mesh, self.name = mesh, schedule
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self._shape: tuple[int, ...] = ()
+        self._schedule: Any = None
+
+    def run(
+        self,
+        inputs: dict[str, Tensor],
+        weights: Tensor,
+        micro_batches: int,
+        *,
+        backward: bool,
+    ) -> list[Tensor]:
+        """One pass of all micro-batches through the pipeline.
+
+        `inputs`: tokens, positions and labels `[n * b, s]` of n micro-batches, and cu_seqlens
+        `[n, documents + 1]` if there are documents. `weights` `[n * b, s]` multiply the token
+        losses. Returns the weighted loss of each micro-batch on the last stage, else nothing.
+        """
+        shape = (micro_batches, *inputs["tokens"].shape)
+        if shape != self._shape:  # a schedule holds receive buffers of one shape
+            self._shape, self._schedule = shape, None
+            self._schedule = self._make_schedule(micro_batches, inputs["tokens"], weights.dtype)
+        kwargs = dict(inputs)
+        tokens = kwargs.pop("tokens")
+        args = (tokens,) if self.mesh.pp.rank == 0 else ()
+        losses: list[Tensor] = []
+        step = self._schedule.step if backward else self._schedule.eval
+        with torch.set_grad_enabled(backward):
+            step(*args, target=weights, losses=losses, return_outputs=False, **kwargs)
+        return [loss.detach() for loss in losses]
+
+    def _make_schedule(self, micro_batches: int, tokens: Tensor, loss_dtype: torch.dtype) -> Any:
+        batch, length = tokens.shape[0] // micro_batches, tokens.shape[1]
+        part = length // (self.mesh.tp.size if self.mesh.sequence_parallel else 1)
+        count = self.mesh.pp.size * len(self.stages)
+
+        def example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.empty(
+                shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
+            )
+
+        hidden = example((batch, part, self.hidden_size), self.dtype)
+        stages = []
+        for index, stage in enumerate(self.stages):
+            number = index * self.mesh.pp.size + self.mesh.pp.rank
+            first, last = number == 0, number == count - 1
+            stages.append(
+                PipelineStage(
+                    stage,
+                    number,
+                    count,
+                    self.device,
+                    input_args=(example((batch, length), torch.int64) if first else hidden,),
+                    output_args=(example((batch, length), loss_dtype) if last else hidden,),
+                    group=self.mesh.pp.group,
+                )
+            )
+        common: dict[str, Any] = {"loss_fn": _weighted_sum, "scale_grads": False}
+        if self.name == "interleaved_1f1b":
+            return ScheduleInterleaved1F1B(stages, micro_batches, **common)
+        kinds: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+        return kinds[self.name](stages[0], micro_batches, **common)

@@ -1,0 +1,391 @@
+"""The parity matrix: which splits are run, and how a split is compared with one process.
+
+A `Cell` names one value of every dimension. `matrix()` picks cells such that every pair of values
+that can occur together does occur in some cell. `run_cell` trains a small model for a few steps in
+float64 and returns what must not depend on the split.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadiff.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    validate,
+)
+from megadiff.data.loader import MicroBatch
+from megadiff.models.build import build_model, tied_parameters
+from megadiff.models.decoder import Decoder
+from megadiff.optim.optimizer import Optimizer
+from megadiff.parallel.forward_backward import ForwardBackward
+from megadiff.parallel.mesh import ParallelMesh, build_mesh
+from megadiff.parallel.parameter import initialize, local_view, record_of
+from tests.parallel.faults import inject
+
+STEPS = 3
+LENGTH = 16  # tokens of a sequence
+GLOBAL_BATCH = 8  # sequences of a step
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One split of one model. `pipeline`: stages x virtual stages, schedule and layout."""
+
+    mixer: str = "diff_v2"
+    style: str = "rms"  # rms: RMSNorm, SwiGLU, rotary; layer: LayerNorm, GELU, biases, learned
+    groups: int = 4  # key/value groups, of 4 heads
+    tied: bool = True
+    packed: bool = False
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: str = "1"
+    context: int = 1
+    data: int = 1
+    sharded: bool = False  # the optimizer's state
+    micro_batches: int = 4  # of a data rank in a step
+    recompute: str = "none"
+    vocab: int = 53
+    layers: int = 4
+
+    @property
+    def world(self) -> int:
+        return self.tensor * int(self.pipeline[0]) * self.context * self.data
+
+    def __str__(self) -> str:
+        """Short: the model, then what differs from a single process."""
+        parts = [self.mixer, self.style, f"kv{self.groups}"]
+        parts += ["tied" if self.tied else "untied"] + ["packed"] * self.packed
+        parts += [f"tp{self.tensor}"] * (self.tensor > 1) + ["sp"] * self.sequence
+        parts += [f"pp{self.pipeline}"] * (self.pipeline != "1")
+        parts += [f"cp{self.context}"] * (self.context > 1) + [f"dp{self.data}"] * (self.data > 1)
+        parts += ["sharded"] * self.sharded + [f"mb{self.micro_batches}"]
+        parts += [self.recompute] * (self.recompute != "none")
+        return "-".join(parts)
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "mixer": ("standard", "diff_v1", "diff_v2"),
+    "style": ("rms", "layer"),
+    "groups": (4, 2, 1),
+    "tied": (True, False),
+    "packed": (False, True),
+    "tensor": (1, 2, 4),
+    "sequence": (False, True),
+    "pipeline": ("1", "2gpipe", "2", "2list", "2balanced", "2x2", "4", "4x2"),
+    "context": (1, 2),
+    "data": (1, 2),
+    "sharded": (False, True),
+    "micro_batches": (1, 2, 4),
+    "recompute": ("none", "selective", "uniform1", "uniform2", "block1"),
+}
+
+SPLIT = ("tensor", "sequence", "pipeline", "context", "data", "sharded", "micro_batches")
+"""The dimensions that decide whether a cell can run."""
+
+
+def config_of(cell: Cell) -> Config:
+    """The configuration of a cell; `validate` refuses what can not run."""
+    stages, _, virtual = cell.pipeline.partition("x")
+    pipeline, kind = int(stages[0]), stages[1:]
+    layout = {"list": "1,3", "balanced": "balanced"}.get(kind, "even")
+    layer_style = cell.style == "layer"
+    granularity = {"none": None, "selective": "selective"}.get(cell.recompute, "full")
+    model = ModelConfig(
+        num_layers=cell.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=cell.groups,
+        ffn_hidden_size=48,
+        vocab_size=cell.vocab,
+        make_vocab_size_divisible_by=4,
+        init_method_std=0.1,
+        normalization="LayerNorm" if layer_style else "RMSNorm",
+        swiglu=not layer_style,
+        mlp_bias=layer_style,
+        position_embedding_type="learned_absolute" if layer_style else "rope",
+        untie_embeddings_and_output_weights=not cell.tied,
+        token_mixer=cell.mixer,  # type: ignore[arg-type]
+    )
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=cell.tensor,
+        sequence_parallel=cell.sequence,
+        pipeline_model_parallel_size=pipeline,
+        num_virtual_stages_per_pipeline_rank=int(virtual or 1),
+        pipeline_model_parallel_layout=layout,
+        pipeline_schedule="gpipe" if kind == "gpipe" else None,
+        context_parallel_size=cell.context,
+        recompute_granularity=granularity,  # type: ignore[arg-type]
+        recompute_method=cell.recompute[:-1] if granularity == "full" else None,  # type: ignore
+        recompute_num_layers=int(cell.recompute[-1]) if granularity == "full" else 1,
+    )
+    training = TrainingConfig(
+        seq_length=LENGTH,
+        micro_batch_size=GLOBAL_BATCH // (cell.data * cell.micro_batches),
+        global_batch_size=GLOBAL_BATCH,
+        train_iters=STEPS,
+        fp64=True,
+    )
+    optimizer = OptimizerConfig(lr=1e-2, use_distributed_optimizer=cell.sharded)
+    return Config(model, parallel, training, optimizer)
+
+
+def why_excluded(cell: Cell) -> str | None:
+    """Why a cell is not run, or None."""
+    if cell.world > 4:
+        return f"{cell.world} processes"
+    if cell.world == 1:
+        return "a single process"
+    if cell.sequence and cell.tensor == 1:
+        return "sequence parallel without tensor parallel is nothing"
+    if cell.sharded and cell.data * cell.context == 1:
+        return "nothing to shard over"
+    try:
+        validate(config_of(cell), cell.world)
+    except ConfigError as error:
+        return f"refused: {error}"
+    return None
+
+
+def pairs_of(cell: Cell) -> set[tuple]:
+    """All pairs of (dimension, value) in a cell."""
+    items = [(name, getattr(cell, name)) for name in VALUES]
+    return set(combinations(items, 2))
+
+
+def possible_pairs() -> tuple[set[tuple], dict[tuple, str]]:
+    """Pairs that occur in some cell that can run, and the others with a reason.
+
+    A pair is possible if it is with the plainest values elsewhere, or with a little more of what it
+    needs (a data rank, a few micro-batches).
+    """
+    possible: set[tuple] = set()
+    excluded: dict[tuple, str] = {}
+    for (a, values_a), (b, values_b) in combinations(VALUES.items(), 2):
+        for va, vb in product(values_a, values_b):
+            reasons = []
+            for cell in _around({a: va, b: vb}):
+                reason = why_excluded(cell)
+                if reason is None:
+                    possible.add(((a, va), (b, vb)))
+                    break
+                reasons.append(reason)
+            else:
+                excluded[(a, va), (b, vb)] = reasons[0]
+    return possible, excluded
+
+
+def _around(fixed: dict[str, Any]) -> Iterator[Cell]:
+    """Cells with `fixed` values, from the plainest on."""
+    for data, tensor, context, micro_batches in product((1, 2), (1, 2), (1, 2), (4, 2)):
+        filling = {"data": data, "tensor": tensor, "context": context}
+        filling["micro_batches"] = micro_batches
+        yield _cell(filling | fixed)
+
+
+def _cell(values: dict[str, Any]) -> Cell:
+    return Cell(**values, layers=8 if values.get("pipeline") == "4x2" else 4)
+
+
+def matrix(seed: int = 0, candidates: int = 60) -> list[Cell]:
+    """Cells that together hold every possible pair; greedy, the same list every time."""
+    generator = random.Random(seed)
+    missing, _ = possible_pairs()
+    splits = [
+        dict(zip(SPLIT, values, strict=True)) for values in product(*(VALUES[n] for n in SPLIT))
+    ]
+    splits = [split for split in splits if why_excluded(_cell(split)) is None]
+    cells: list[Cell] = []
+    while missing:
+        pair = dict(min(missing, key=repr))
+        fitting = [s for s in splits if all(s.get(n, v) == v for n, v in pair.items())]
+        tries = []
+        for _ in range(candidates):
+            model = {n: generator.choice(VALUES[n]) for n in VALUES if n not in SPLIT}
+            tries.append(_cell(model | generator.choice(fitting) | pair))
+        cells.append(max(tries, key=lambda cell: len(pairs_of(cell) & missing)))
+        missing -= pairs_of(cells[-1])
+    return cells
+
+
+def batch_of(cell: Cell, step: int) -> list[MicroBatch]:
+    """The sequences of one global batch, one by one, the same for every split.
+
+    Their masks are very uneven: the first sequence has one unmasked token, some have all.
+    """
+    generator = torch.Generator().manual_seed(100 + step)
+    text = torch.randint(0, cell.vocab, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    batches = []
+    for row in range(GLOBAL_BATCH):
+        share = torch.rand((), generator=generator) if row % 3 else torch.ones(())
+        mask = torch.rand(LENGTH, generator=generator) < share
+        if row == 0:
+            mask = torch.arange(LENGTH) == 5
+        positions, cu_seqlens = torch.arange(LENGTH), None
+        if cell.packed:
+            cuts = torch.randperm(LENGTH - 1, generator=generator)[: 1 + row % 3] + 1
+            bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([LENGTH])])
+            lengths = bounds.diff()
+            positions = positions - bounds[:-1].repeat_interleave(lengths)
+            cu_seqlens = torch.cat([bounds, bounds[-1:].repeat(5 - len(bounds))]).int()
+        batches.append(
+            MicroBatch(
+                tokens=text[row : row + 1, :-1],
+                labels=text[row : row + 1, 1:],
+                loss_mask=mask.float().unsqueeze(0),
+                positions=positions.unsqueeze(0),
+                cu_seqlens=cu_seqlens,
+            )
+        )
+    return batches
+
+
+def join(sequences: list[MicroBatch]) -> MicroBatch:
+    """Several sequences as one micro-batch."""
+    parts = {
+        name: torch.cat([getattr(s, name) for s in sequences])
+        for name in ("tokens", "labels", "loss_mask", "positions")
+    }
+    cu_seqlens = None
+    if sequences[0].cu_seqlens is not None:
+        given = [s.cu_seqlens[:-1] + i * LENGTH for i, s in enumerate(sequences)]  # type: ignore
+        end = torch.tensor([len(sequences) * LENGTH], dtype=torch.int32)
+        cu_seqlens = torch.cat([*given, end])
+    return MicroBatch(cu_seqlens=cu_seqlens, **parts)
+
+
+def micro_batches_of(cell: Cell, step: int, data_rank: int) -> list[MicroBatch]:
+    """What one data-parallel rank gets in a step."""
+    size = GLOBAL_BATCH // (cell.data * cell.micro_batches)
+    sequences = batch_of(cell, step)
+    per_round = size * cell.data
+    starts = range(data_rank * size, GLOBAL_BATCH, per_round)
+    return [join(sequences[start : start + size]) for start in starts]
+
+
+@dataclass
+class Outcome:
+    """What a run must give on any split; tensors are this rank's parts, by global name."""
+
+    losses: list[float]
+    evaluation: float
+    norms: list[float]
+    gradients: dict[str, tuple[int, int, Tensor]]  # offset, dim, gradient of the first step
+    weights: dict[str, tuple[int, int, Tensor]]  # after the last step
+
+
+def run_cell(cell: Cell, fault: str | None = None) -> Outcome:
+    """Train `STEPS` steps on this rank of an initialised group (or alone). `fault` breaks it."""
+    if fault is not None:
+        inject(fault)
+    config = config_of(cell)
+    p = config.parallel
+    validate(config, cell.world)
+    mesh = ParallelMesh()
+    if cell.world > 1:
+        mesh = build_mesh(
+            tensor=p.tensor_model_parallel_size,
+            pipeline=p.pipeline_model_parallel_size,
+            context=p.context_parallel_size,
+            kv_copies=max(1, cell.tensor // cell.groups),
+            sequence_parallel=p.sequence_parallel,
+        )
+    chunks = build_model(config, mesh, dtype=torch.float64, device="cpu")
+    for chunk in chunks:
+        initialize(chunk, seed=7)
+    optimizer = Optimizer(
+        chunks,
+        config.optimizer,
+        data_parallel_group=mesh.dp_cp.group,
+        model_parallel_group=mesh.model.group,
+        ties=tied_parameters(chunks, mesh),
+        alignment=2,
+        bucket_size=5000,
+    )
+    engine = ForwardBackward(
+        chunks,
+        mesh,
+        schedule=p.schedule,
+        hidden_size=config.model.hidden_size,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        batches = micro_batches_of(cell, step, mesh.dp.rank)
+        optimizer.zero_grad(len(batches))
+        losses.append(engine.train(batches).item())
+        if step == 0:
+            gradients = _summed_gradients(chunks, optimizer)
+        norms.append(optimizer.step(config.optimizer.lr).grad_norm.item())
+    total, count = engine.evaluate(micro_batches_of(cell, STEPS, mesh.dp.rank))
+    weights = _by_name(chunks, {p: p.detach().clone() for c in chunks for p in c.parameters()})
+    return Outcome(losses, (total / count).item(), norms, gradients, weights)
+
+
+def _summed_gradients(
+    chunks: list[Decoder], optimizer: Optimizer
+) -> dict[str, tuple[int, int, Tensor]]:
+    """Whole gradients of this rank's parameters, also where each data rank owns a range of them."""
+    optimizer.finish_gradients()
+    gradients = {}
+    for bucket in optimizer.buckets.buckets:
+        whole = bucket.gradients.clone()
+        if optimizer.buckets.sharded:
+            whole.zero_()
+            whole[bucket.shard_start : bucket.shard_end] = bucket.own_gradients
+            dist.all_reduce(whole, group=optimizer.buckets.group)
+        for slot in bucket.slots:
+            part = whole[slot.start : slot.end].view(slot.parameter.shape)
+            gradients[slot.parameter] = part
+    return _by_name(chunks, gradients)
+
+
+def _by_name(
+    chunks: list[Decoder], tensors: dict[Any, Tensor]
+) -> dict[str, tuple[int, int, Tensor]]:
+    parts = {}
+    for parameter in dict.fromkeys(p for chunk in chunks for p in chunk.parameters()):
+        record = record_of(parameter)
+        for s in record.sections:
+            parts[s.name] = (s.offset, record.dim, local_view(tensors[parameter], s, record.dim))
+    return parts
+
+
+def differences(ours: Outcome, whole: Outcome) -> dict[str, float]:
+    """Relative differences of a rank's outcome from the single process's, by what they are of."""
+    found = {}
+    for name in ("losses", "norms"):
+        pairs = zip(getattr(ours, name), getattr(whole, name), strict=True)
+        found[name] = max(abs(a - b) / abs(b) for a, b in pairs)
+    found["evaluation"] = abs(ours.evaluation - whole.evaluation) / whole.evaluation
+    for kind in ("gradients", "weights"):
+        expected = getattr(whole, kind)
+        for name, (offset, dim, part) in getattr(ours, kind).items():
+            full = expected[name][2]
+            wanted = full.narrow(dim, offset, part.shape[dim])
+            error = (part - wanted).norm() / full.norm()
+            found[f"{kind} of {name}"] = error.item()
+    return found
+
+
+def report() -> str:
+    """The cells, and the pairs of values that no cell holds with the reason."""
+    cells = matrix()
+    possible, excluded = possible_pairs()
+    covered = set().union(*map(pairs_of, cells)) & possible
+    lines = [f"{cell.world} processes  {cell}" for cell in cells]
+    lines.append(f"{len(cells)} cells hold {len(covered)} of {len(possible)} possible pairs")
+    for ((a, va), (b, vb)), reason in excluded.items():
+        lines.append(f"excluded: {a} {va} with {b} {vb}: {reason}")
+    return "\n".join(lines)
