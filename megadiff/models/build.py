@@ -1,8 +1,11 @@
 """The model of a run: the decoder, or the stages of it that a rank holds."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megadiff.config import Config, ModelConfig, stage_sizes
 from megadiff.models.block import Block
@@ -13,17 +16,41 @@ from megadiff.parallel.pipeline import balanced_sizes
 from megadiff.parallel.recompute import Recompute
 
 
+class Model(nn.ModuleList):
+    """This rank's runs of layers in order: one, or one for each virtual stage."""
+
+    def __init__(self, chunks: Sequence[Decoder], mesh: ParallelMesh) -> None:
+        super().__init__(chunks)
+        self.mesh = mesh
+
+    @property
+    def chunks(self) -> list[Decoder]:
+        return [cast(Decoder, chunk) for chunk in self]
+
+    def tied_parameters(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """Parameters with a copy on another stage, and the group of ranks that hold one."""
+        group = self.mesh.ends.group
+        if group is None:
+            return []
+        ends = [p for c in self.chunks for p in (c.embedding, c.output) if p is not None]
+        return [(p, group) for p in ends if record_of(p).tie is not None]
+
+    def mean_lambdas(self) -> dict[int, Tensor]:
+        """See `Decoder.mean_lambdas`."""
+        return {k: v for chunk in self.chunks for k, v in chunk.mean_lambdas().items()}
+
+
 def build_model(
     config: Config,
     mesh: ParallelMesh,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> list[Decoder]:
-    """This rank's runs of layers in order: one, or one for each virtual stage.
+) -> Model:
+    """This rank's part of the decoder; parameters are not initialised.
 
-    Parameters are not initialised. Where input and output embeddings are tied and lie on different
-    stages, the last stage's is marked as a copy; `tied_parameters` says whose gradients to sum.
+    Where input and output embeddings are tied and lie on different stages, the last stage's is
+    marked as a copy; `tied_parameters` says whose gradients to sum.
     """
     layers = stage_layers(config)
     recompute = Recompute(
@@ -48,17 +75,7 @@ def build_model(
             if record.tie is not None:
                 set_record(chunk.output, as_copy(record))
         chunks.append(chunk)
-    return chunks
-
-
-def tied_parameters(
-    chunks: list[Decoder], mesh: ParallelMesh
-) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """Parameters of this rank that have a copy on another stage, and the group that holds them."""
-    if mesh.ends.group is None:
-        return []
-    ends = [p for chunk in chunks for p in (chunk.embedding, chunk.output) if p is not None]
-    return [(p, mesh.ends.group) for p in ends if record_of(p).tie is not None]
+    return Model(chunks, mesh)
 
 
 def stage_layers(config: Config) -> list[range]:

@@ -70,8 +70,9 @@ class _Stage(nn.Module):
         return self.chunk(x, positions, labels, cu_seqlens)
 
 
-def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    return (losses * weights).sum()
+def sum_of_losses(losses: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the token losses `[b, s]` that `mask` `[b, s]` counts."""
+    return (losses * mask).sum()
 
 
 class Pipeline:
@@ -98,35 +99,46 @@ class Pipeline:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self._shape: tuple[int, ...] = ()
         self._schedule: Any = None
+        self._factor: Tensor | float = 1.0
+        self._sums: list[Tensor] = []
 
-    def run(
-        self,
-        inputs: dict[str, Tensor],
-        weights: Tensor,
-        micro_batches: int,
-        *,
-        backward: bool,
-    ) -> list[Tensor]:
-        """One pass of all micro-batches through the pipeline.
+    def train(
+        self, inputs: dict[str, Tensor], micro_batches: int, factor: Tensor | float
+    ) -> Tensor:
+        """Gradients of `factor` times the sum of unmasked token losses of all micro-batches.
 
-        `inputs`: tokens, positions and labels `[n * b, s]` of n micro-batches, and cu_seqlens
-        `[n, documents + 1]` if there are documents. `weights` `[n * b, s]` multiply the token
-        losses. Returns the weighted loss of each micro-batch on the last stage, else nothing.
+        `inputs`: tokens, positions, labels and loss_mask `[n * b, s]` of n micro-batches, and
+        cu_seqlens `[n, documents + 1]` if there are documents. Returns the sum without the factor,
+        float64; 0 on stages before the last.
         """
-        shape = (micro_batches, *inputs["tokens"].shape)
+        self._factor = factor
+        return self._run(inputs, micro_batches, "step")
+
+    def evaluate(self, inputs: dict[str, Tensor], micro_batches: int) -> Tensor:
+        """The sum of unmasked token losses, without gradients."""
+        with torch.no_grad():
+            return self._run(inputs, micro_batches, "eval")
+
+    def _run(self, inputs: dict[str, Tensor], micro_batches: int, how: str) -> Tensor:
+        tokens = inputs["tokens"]
+        shape = (micro_batches, *tokens.shape)
         if shape != self._shape:  # a schedule holds receive buffers of one shape
             self._shape, self._schedule = shape, None
-            self._schedule = self._make_schedule(micro_batches, inputs["tokens"], weights.dtype)
-        kwargs = dict(inputs)
-        tokens = kwargs.pop("tokens")
+            self._schedule = self._make_schedule(micro_batches, tokens)
+        kwargs = {k: v for k, v in inputs.items() if k not in ("tokens", "loss_mask")}
         args = (tokens,) if self.mesh.pp.rank == 0 else ()
-        losses: list[Tensor] = []
-        step = self._schedule.step if backward else self._schedule.eval
-        with torch.set_grad_enabled(backward):
-            step(*args, target=weights, losses=losses, return_outputs=False, **kwargs)
-        return [loss.detach() for loss in losses]
+        self._sums = []
+        step = getattr(self._schedule, how)
+        step(*args, target=inputs["loss_mask"], return_outputs=False, **kwargs)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack([zero, *self._sums]).sum(dtype=torch.float64)
 
-    def _make_schedule(self, micro_batches: int, tokens: Tensor, loss_dtype: torch.dtype) -> Any:
+    def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:
+        total = sum_of_losses(losses, mask)
+        self._sums.append(total.detach())
+        return total * self._factor
+
+    def _make_schedule(self, micro_batches: int, tokens: Tensor) -> Any:
         batch, length = tokens.shape[0] // micro_batches, tokens.shape[1]
         part = length // (self.mesh.tp.size if self.mesh.sequence_parallel else 1)
         count = self.mesh.pp.size * len(self.stages)
@@ -137,6 +149,7 @@ class Pipeline:
             )
 
         hidden = example((batch, part, self.hidden_size), self.dtype)
+        losses = example((batch, length), torch.promote_types(self.dtype, torch.float32))
         stages = []
         for index, stage in enumerate(self.stages):
             number = index * self.mesh.pp.size + self.mesh.pp.rank
@@ -148,11 +161,11 @@ class Pipeline:
                     count,
                     self.device,
                     input_args=(example((batch, length), torch.int64) if first else hidden,),
-                    output_args=(example((batch, length), loss_dtype) if last else hidden,),
+                    output_args=(losses if last else hidden,),
                     group=self.mesh.pp.group,
                 )
             )
-        common: dict[str, Any] = {"loss_fn": _weighted_sum, "scale_grads": False}
+        common: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if self.name == "interleaved_1f1b":
             return ScheduleInterleaved1F1B(stages, micro_batches, **common)
         kinds: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megadiff.config import Config
 from megadiff.data.loader import MicroBatch
-from megadiff.models.decoder import Decoder
+from megadiff.models.build import Model, build_model
 from megadiff.optim.optimizer import Optimizer, StepResult
+from megadiff.parallel.forward_backward import ForwardBackward
 from megadiff.parallel.parameter import initialize
 from megadiff.training.setup import Environment
 
@@ -22,7 +23,7 @@ from megadiff.training.setup import Environment
 class Engine(Protocol):
     """This rank's part of the model and of its optimizer."""
 
-    model: Decoder
+    model: Model
     optimizer: Optimizer
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
@@ -43,17 +44,11 @@ class Engine(Protocol):
 
 
 class NativeEngine:
-    """megadiff's own model, gradient reduction and optimizer, without pipeline stages."""
+    """megadiff's own model, schedules, gradient reduction and optimizer."""
 
     def __init__(self, config: Config, env: Environment) -> None:
         self.device = env.device
-        self.model = Decoder(
-            config.model,
-            env.mesh,
-            max_positions=config.training.seq_length,
-            dtype=env.dtype,
-            device=env.device,
-        )
+        self.model = build_model(config, env.mesh, dtype=env.dtype, device=env.device)
         initialize(self.model, config.training.seed)
         self.optimizer = Optimizer(
             self.model,
@@ -61,31 +56,29 @@ class NativeEngine:
             data_parallel_group=env.mesh.dp_cp.group,
             model_parallel_group=env.mesh.model.group,
             tensor_parallel_group=env.mesh.tp.group,
+            ties=self.model.tied_parameters(),
         )
+        self.runner = ForwardBackward(
+            self.model.chunks,
+            env.mesh,
+            schedule=config.parallel.schedule,
+            hidden_size=config.model.hidden_size,
+            dtype=env.dtype,
+            device=env.device,
+        )
+        self.one = torch.ones((), device=env.device)
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         self.optimizer.zero_grad(len(batches))
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            loss = self._sum_of_losses(batch) / tokens
-            self.optimizer.scale_loss(loss).backward()
-            total += loss.detach()
-        return total
+        batches = [to_device(batch, self.device) for batch in batches]
+        factor = self.optimizer.scale_loss(self.one) / tokens
+        return self.runner.train(batches, factor) / tokens
 
     def step(self, learning_rate: float, weight_decay: float) -> StepResult:
         return self.optimizer.step(learning_rate, weight_decay)
 
-    @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            total += self._sum_of_losses(batch)
-        return total
-
-    def _sum_of_losses(self, batch: MicroBatch) -> Tensor:
-        batch = to_device(batch, self.device)
-        losses = self.model(batch.tokens, batch.positions, batch.labels, batch.cu_seqlens)
-        return (losses * batch.loss_mask).sum()
+        return self.runner.evaluate([to_device(batch, self.device) for batch in batches])
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadiff.models.decoder import Decoder
+from megadiff.models.build import Model
 from megadiff.optim.optimizer import StepResult
 from megadiff.training.setup import Environment
 
@@ -68,7 +68,7 @@ def sum_over_data(value: Tensor, env: Environment) -> Tensor:
     return total
 
 
-def mean_lambdas(model: Decoder, env: Environment) -> dict[str, float]:
+def mean_lambdas(model: Model, env: Environment) -> dict[str, float]:
     """The mean lambda of each differential layer in the last forward pass, over all ranks."""
     layers = model.config.num_layers
     sums = torch.zeros(2, layers, dtype=torch.float64, device=env.device)

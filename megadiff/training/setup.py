@@ -58,6 +58,8 @@ def start(config: Config) -> Environment:
             control = dist.new_group(timeout=timeout, backend="gloo")
     mesh = build_mesh(
         tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        context=parallel.context_parallel_size,
         kv_copies=max(1, parallel.tensor_model_parallel_size // config.model.query_groups),
         sequence_parallel=parallel.sequence_parallel,
         timeout=timeout,
