@@ -698,14 +698,13 @@ def _validate_split(config: Config, world_size: int) -> None:
     )
     _require(
         not p.sequence_parallel or seq_length // cp % tp == 0,
-        f"--seq-length {seq_length} / --context-parallel-size {cp} = {seq_length // cp} is not a "
-        f"multiple of --tensor-model-parallel-size {tp}, as --sequence-parallel needs",
+        f"--seq-length {seq_length} is not a multiple of --context-parallel-size {cp} x "
+        f"--tensor-model-parallel-size {tp} = {cp * tp}, as --sequence-parallel needs",
     )
-    mixers = {m.mixer_of_layer(layer) for layer in range(m.num_layers)}
-    recurrent = sorted(mixers - {"standard", "diff_v1", "diff_v2"})
+    recurrent = sorted(m.mixers.intersection(DELTA_MIXERS))
     _require(
         cp == 1 or not recurrent,
-        f"--context-parallel-size {cp} splits attention only, and the model has layers of "
+        f"--context-parallel-size {cp} splits attention alone, and the model has layers of "
         f"{', '.join(recurrent)}",
     )
     _validate_pipeline(m, p)

@@ -29,6 +29,7 @@ _context.set_forkserver_preload(
         "torch.distributed.tensor",
         "torch.distributed.checkpoint",
         "torch.distributed.pipelining",
+        "megadiff.training.engine",
         "tests.distributed",
     ]
 )

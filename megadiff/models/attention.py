@@ -50,7 +50,7 @@ class _Attention(Mixer):
     ) -> None:
         super().__init__()
         heads, groups, hidden = config.num_attention_heads, config.query_groups, config.hidden_size
-        self.width, self.value_width, self.query_heads = width, value_width, query_heads
+        self.width, self.value_width = width, value_width
         self.rotary = config.position_embedding_type == "rope"
         self.interleaved = config.rotary_interleaved
         init = Init(config.init_method_std)
@@ -75,9 +75,6 @@ class _Attention(Mixer):
 
     def new_cache(self, max_length: int) -> KeyValueCache:
         return KeyValueCache(max_length)
-
-    def operations(self, keys: float) -> float:
-        return 2.0 * keys * self.query_heads * (self.width + self.value_width)
 
     def heads(self, *projections: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as `[b, s, heads, width]`, with rotary positions on q and k."""

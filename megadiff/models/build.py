@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megadiff.config import Config, ModelConfig, stage_sizes
+from megadiff.config import Config, ModelConfig, TokenMixer, stage_sizes
 from megadiff.models.block import Block
 from megadiff.models.decoder import Decoder, Stage
+from megadiff.models.flops import mixing_flops
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import as_copy, record_of, set_record
 from megadiff.parallel.pipeline import balanced_sizes
@@ -21,7 +22,7 @@ class Model(nn.ModuleList):
 
     def __init__(self, chunks: Sequence[Decoder], mesh: ParallelMesh) -> None:
         super().__init__(chunks)
-        self.mesh = mesh
+        self.config, self.mesh = chunks[0].config, mesh
 
     @property
     def chunks(self) -> list[Decoder]:
@@ -93,16 +94,12 @@ def stage_layers(config: Config) -> list[range]:
 
 
 def layer_costs(config: ModelConfig, seq_length: int) -> list[float]:
-    """Floating-point operations of each layer's forward for one token, to compare layers.
-
-    Two for each weight, and those of the mixer itself with half the sequence in sight.
-    """
-    costs: dict[str, float] = {}
+    """Floating-point operations of each layer's forward for one token."""
+    costs: dict[TokenMixer, float] = {}
     for layer in range(config.num_layers):
         mixer = config.mixer_of_layer(layer)
-        if mixer in costs:
-            continue
-        block = Block(config, layer, ParallelMesh(), dtype=torch.float32, device="meta")
-        weights = sum(parameter.numel() for parameter in block.parameters())
-        costs[mixer] = 2.0 * weights + block.mixer.operations(seq_length / 2)
+        if mixer not in costs:
+            block = Block(config, layer, ParallelMesh(), dtype=torch.float32, device="meta")
+            weights = sum(parameter.numel() for parameter in block.parameters())
+            costs[mixer] = 2.0 * weights + mixing_flops(config, mixer, seq_length)
     return [costs[config.mixer_of_layer(layer)] for layer in range(config.num_layers)]

@@ -23,10 +23,3 @@ class Mixer(nn.Module):
     def new_cache(self, max_length: int) -> Any:
         """An empty cache for sequences of up to `max_length` tokens."""
         raise NotImplementedError
-
-    def operations(self, keys: float) -> float:
-        """Floating-point operations of a forward for one token that sees `keys` tokens.
-
-        Over all heads of the model, and without those of the projections.
-        """
-        return 0.0

@@ -9,13 +9,13 @@ import torch
 
 from megadiff.config import Config
 from megadiff.data.loader import MicroBatch
+from megadiff.models.flops import ModelSize
 from megadiff.optim.replicas import check_replicas
 from megadiff.optim.schedule import Schedule, learning_rate, weight_decay
 from megadiff.training import metrics
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import Batches, RunData
 from megadiff.training.engine import Engine
-from megadiff.training.flops import ModelSize
 from megadiff.training.log import RunLog
 from megadiff.training.setup import Environment
 from megadiff.training.stop import StopRequests, agree

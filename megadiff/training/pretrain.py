@@ -7,13 +7,13 @@ import torch.distributed as dist
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
+from megadiff.models.flops import ModelSize, model_size
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import RunData, build_data, set_vocabulary
 from megadiff.training.engine import NativeEngine
-from megadiff.training.flops import ModelSize, model_size
 from megadiff.training.log import RunLog
 from megadiff.training.loop import Run, train
 from megadiff.training.setup import Environment, start, world_size

@@ -12,6 +12,7 @@ from torch import Tensor
 from megadiff.models import attention, build, norm
 from megadiff.parallel import context, forward_backward, linear, pipeline
 from megadiff.parallel.parameter import record_of, set_record
+from megadiff.training import engine, loop
 
 
 def lambda_gradients_are_not_summed() -> None:
@@ -31,20 +32,17 @@ def copied_key_gradients_are_not_summed() -> None:
 
 def replicated_weights_count_twice() -> None:
     """Every copy counts in the gradient norm."""
-    original = build.build_model
+    original = engine.build_model
 
     def build_model(*args: Any, **kwargs: Any) -> Any:
-        chunks = original(*args, **kwargs)
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                record = record_of(parameter)
-                sections = tuple(replace(s, copy_index=0) for s in record.sections)
-                set_record(parameter, replace(record, sections=sections))
-        return chunks
+        model = original(*args, **kwargs)
+        for parameter in model.parameters():
+            record = record_of(parameter)
+            sections = tuple(replace(s, copy_index=0) for s in record.sections)
+            set_record(parameter, replace(record, sections=sections))
+        return model
 
-    from tests.parallel import parity
-
-    parity.build_model = build_model
+    engine.build_model = build_model
 
 
 def pairs_are_halves() -> None:
@@ -62,10 +60,12 @@ def pairs_are_halves() -> None:
 def loss_is_scaled_by_local_tokens() -> None:
     """Each data rank divides by its own number of tokens."""
 
-    def local(self: Any, batches: Any) -> Tensor:
-        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * 2
+    forward_backward = engine.NativeEngine.forward_backward
 
-    forward_backward.ForwardBackward.count_tokens = local
+    def local(self: Any, batches: Any, tokens: int) -> Tensor:
+        return forward_backward(self, batches, 2 * loop.unmasked(batches))
+
+    engine.NativeEngine.forward_backward = local
 
 
 def a_stage_drops_the_documents() -> None:
@@ -88,9 +88,7 @@ def stages_count_layers_from_zero() -> None:
 
 def tied_gradients_are_not_summed() -> None:
     """First and last stage update their copies of the embedding apart."""
-    from tests.parallel import parity
-
-    parity.tied_parameters = lambda chunks, mesh: []
+    build.Model.tied_parameters = lambda self: []
 
 
 def tied_copies_count_twice() -> None:

@@ -2,7 +2,7 @@
 
 A `Cell` names one value of every dimension. `matrix()` picks cells such that every pair of values
 that can occur together does occur in some cell. `run_cell` trains a small model for a few steps in
-float64 and returns what must not depend on the split.
+float64, as the training loop does, and returns what must not depend on the split.
 """
 
 import random
@@ -25,12 +25,13 @@ from megadiff.config import (
     validate,
 )
 from megadiff.data.loader import MicroBatch
-from megadiff.models.build import build_model, tied_parameters
-from megadiff.models.decoder import Decoder
+from megadiff.models.build import Model
 from megadiff.optim.optimizer import Optimizer
-from megadiff.parallel.forward_backward import ForwardBackward
-from megadiff.parallel.mesh import ParallelMesh, build_mesh
-from megadiff.parallel.parameter import initialize, local_view, record_of
+from megadiff.parallel.parameter import local_view, record_of
+from megadiff.training import loop, metrics
+from megadiff.training.engine import NativeEngine
+from megadiff.training.setup import start
+from megadiff.training.stop import StopRequests, agree
 from tests.parallel.faults import inject
 
 STEPS = 3
@@ -75,7 +76,7 @@ class Cell:
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "mixer": ("standard", "diff_v1", "diff_v2"),
+    "mixer": ("standard", "diff_v1", "diff_v2", "delta_net", "gated_delta_net"),
     "style": ("rms", "layer"),
     "groups": (4, 2, 1),
     "tied": (True, False),
@@ -90,7 +91,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "selective", "uniform1", "uniform2", "block1"),
 }
 
-SPLIT = ("tensor", "sequence", "pipeline", "context", "data", "sharded", "micro_batches")
+SPLIT = ("mixer", "tensor", "sequence", "pipeline", "context", "data", "sharded", "micro_batches")
 """The dimensions that decide whether a cell can run."""
 
 
@@ -135,8 +136,14 @@ def config_of(cell: Cell) -> Config:
         global_batch_size=GLOBAL_BATCH,
         train_iters=STEPS,
         fp64=True,
+        device="cpu",
     )
-    optimizer = OptimizerConfig(lr=1e-2, use_distributed_optimizer=cell.sharded)
+    optimizer = OptimizerConfig(
+        lr=1e-2,
+        clip_grad=0.3,
+        use_distributed_optimizer=cell.sharded,
+        overlap_param_gather=cell.sharded,
+    )
     return Config(model, parallel, training, optimizer)
 
 
@@ -289,53 +296,32 @@ def run_cell(cell: Cell, fault: str | None = None) -> Outcome:
     if fault is not None:
         inject(fault)
     config = config_of(cell)
-    p = config.parallel
     validate(config, cell.world)
-    mesh = ParallelMesh()
-    if cell.world > 1:
-        mesh = build_mesh(
-            tensor=p.tensor_model_parallel_size,
-            pipeline=p.pipeline_model_parallel_size,
-            context=p.context_parallel_size,
-            kv_copies=max(1, cell.tensor // cell.groups),
-            sequence_parallel=p.sequence_parallel,
-        )
-    chunks = build_model(config, mesh, dtype=torch.float64, device="cpu")
-    for chunk in chunks:
-        initialize(chunk, seed=7)
-    optimizer = Optimizer(
-        chunks,
-        config.optimizer,
-        data_parallel_group=mesh.dp_cp.group,
-        model_parallel_group=mesh.model.group,
-        ties=tied_parameters(chunks, mesh),
-        alignment=2,
-        bucket_size=5000,
-    )
-    engine = ForwardBackward(
-        chunks,
-        mesh,
-        schedule=p.schedule,
-        hidden_size=config.model.hidden_size,
-        dtype=torch.float64,
-        device="cpu",
-    )
+    env = start(config)
+    engine = NativeEngine(config, env)
+    requests = StopRequests(exit_duration=None)
+
+    def tokens(batches: list[MicroBatch]) -> int:
+        return agree(loop.unmasked(batches), requests, env.control, loop.copies(env)).tokens
+
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
-        batches = micro_batches_of(cell, step, mesh.dp.rank)
-        optimizer.zero_grad(len(batches))
-        losses.append(engine.train(batches).item())
+        batches = micro_batches_of(cell, step, env.mesh.dp.rank)
+        share = engine.forward_backward(batches, tokens(batches))
+        losses.append(metrics.sum_over_data(share, env).item())
         if step == 0:
-            gradients = _summed_gradients(chunks, optimizer)
-        norms.append(optimizer.step(config.optimizer.lr).grad_norm.item())
-    total, count = engine.evaluate(micro_batches_of(cell, STEPS, mesh.dp.rank))
-    weights = _by_name(chunks, {p: p.detach().clone() for c in chunks for p in c.parameters()})
-    return Outcome(losses, (total / count).item(), norms, gradients, weights)
+            gradients = _summed_gradients(engine.model, engine.optimizer)
+        norms.append(engine.step(config.optimizer.lr, 0.1).grad_norm.item())
+    engine.optimizer.wait_for_parameters()
+    batches = micro_batches_of(cell, STEPS, env.mesh.dp.rank)
+    total = metrics.sum_over_data(engine.evaluate(batches), env).item()
+    weights = {p: p.detach().clone() for p in engine.model.parameters()}
+    return Outcome(
+        losses, total / tokens(batches), norms, gradients, _by_name(engine.model, weights)
+    )
 
 
-def _summed_gradients(
-    chunks: list[Decoder], optimizer: Optimizer
-) -> dict[str, tuple[int, int, Tensor]]:
+def _summed_gradients(model: Model, optimizer: Optimizer) -> dict[str, tuple[int, int, Tensor]]:
     """Whole gradients of this rank's parameters, also where each data rank owns a range of them."""
     optimizer.finish_gradients()
     gradients = {}
@@ -348,14 +334,12 @@ def _summed_gradients(
         for slot in bucket.slots:
             part = whole[slot.start : slot.end].view(slot.parameter.shape)
             gradients[slot.parameter] = part
-    return _by_name(chunks, gradients)
+    return _by_name(model, gradients)
 
 
-def _by_name(
-    chunks: list[Decoder], tensors: dict[Any, Tensor]
-) -> dict[str, tuple[int, int, Tensor]]:
+def _by_name(model: Model, tensors: dict[Any, Tensor]) -> dict[str, tuple[int, int, Tensor]]:
     parts = {}
-    for parameter in dict.fromkeys(p for chunk in chunks for p in chunk.parameters()):
+    for parameter in model.parameters():
         record = record_of(parameter)
         for s in record.sections:
             parts[s.name] = (s.offset, record.dim, local_view(tensors[parameter], s, record.dim))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megadiff.config import ModelConfig, TokenMixer
-from megadiff.training.flops import mixing_flops, model_size
+from megadiff.models.flops import mixing_flops, model_size
 
 BASE = ModelConfig(
     num_layers=2,
