@@ -219,7 +219,11 @@ class TrainingConfig:
     global_batch_size: int | None = _option(
         None, "sequences in one step; micro-batch x data-parallel size by default"
     )
+    rampup_batch_size: list[int] = _option(
+        [], "START INCREMENT SAMPLES: grow the global batch from START over SAMPLES samples"
+    )
     train_iters: int | None = _option(None, "steps to train")
+    train_samples: int | None = _option(None, "sequences to train on, instead of --train-iters")
     seed: int = _option(1234, "seed of the weights and of the sample order")
     bf16: bool = _option(False, "parameters in bfloat16, with float32 main weights")
     fp16: bool = _option(False, "parameters in float16, with float32 main weights and loss scaling")
@@ -242,6 +246,27 @@ class TrainingConfig:
         if self.fp16:
             return "float16"
         return "float64" if self.fp64 else "float32"
+
+    def batch_size(self, consumed_samples: int) -> int:
+        """Sequences in the step that begins after `consumed_samples`, of a valid configuration.
+
+        As in Megatron-LM, a ramp-up stays equally long at each size below the global batch.
+        """
+        assert self.global_batch_size is not None
+        if not self.rampup_batch_size:
+            return self.global_batch_size
+        start, increment, samples = self.rampup_batch_size
+        increments = (self.global_batch_size - start) // increment
+        if consumed_samples > samples or not increments or not samples:
+            return self.global_batch_size
+        done = int(consumed_samples / (samples / increments))
+        return start + min(done, increments) * increment
+
+    @property
+    def total_samples(self) -> int:
+        """Sequences of the whole training, of a valid configuration."""
+        assert self.train_iters is not None and self.global_batch_size is not None
+        return self.train_samples or self.train_iters * self.global_batch_size
 
 
 @dataclass
@@ -494,7 +519,12 @@ def _add_flag(group: Any, dest: str, f: dataclasses.Field, hint: Any) -> None:
         group.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, help=text)
     elif get_origin(hint) is list:
         group.add_argument(
-            flag, dest=dest, nargs="+", metavar=f.name.split("_")[-1].upper(), help=text
+            flag,
+            dest=dest,
+            type=get_args(hint)[0],
+            nargs="+",
+            metavar=f.name.split("_")[-1].upper(),
+            help=text,
         )
     elif get_origin(hint) is Literal:
         group.add_argument(flag, dest=dest, choices=get_args(hint), help=text)
@@ -525,7 +555,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, get_args(hint)))}")
     if get_origin(hint) is list:
         if isinstance(value, list):
-            return [str(v) for v in value]
+            return [_convert(v, get_args(hint)[0], where) for v in value]
         raise ConfigError(f"{where}: expected a list, found {value!r}")
     if hint is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
@@ -794,9 +824,51 @@ def _validate_micro_batches(p: ParallelConfig, micro_batches: int) -> None:
     )
 
 
+def _validate_rampup(t: TrainingConfig, multiple: int) -> None:
+    """`multiple`: sequences that all data-parallel ranks take in one micro-batch."""
+    _require(
+        len(t.rampup_batch_size) == 3,
+        f"--rampup-batch-size takes START INCREMENT SAMPLES, not {len(t.rampup_batch_size)} "
+        "numbers",
+    )
+    start, increment, samples = t.rampup_batch_size
+    full = t.global_batch_size or 0
+    _require(
+        start > 0 and increment > 0 and samples > 0 and start <= full,
+        f"--rampup-batch-size {start} {increment} {samples} must be positive and start at no more "
+        f"than --global-batch-size {full}",
+    )
+    _require(
+        (full - start) % increment == 0,
+        f"--rampup-batch-size: {full} - {start} is not a multiple of the increment {increment}",
+    )
+    _require(
+        start % multiple == 0 and increment % multiple == 0,
+        f"--rampup-batch-size: {start} and {increment} must be multiples of --micro-batch-size x "
+        f"data-parallel size = {multiple}",
+    )
+    _require(
+        t.train_samples is not None,
+        "--rampup-batch-size needs --train-samples: steps have different sizes",
+    )
+
+
+def _iterations(t: TrainingConfig) -> int:
+    """Steps in `train_samples`; what would not fill a last step is left out."""
+    assert t.train_samples is not None and t.global_batch_size is not None
+    consumed = iterations = 0
+    while (size := t.batch_size(consumed)) < t.global_batch_size:
+        if consumed + size > t.train_samples:
+            return iterations
+        consumed += size
+        iterations += 1
+    return iterations + (t.train_samples - consumed) // t.global_batch_size
+
+
 def _validate_training(config: Config, world_size: int) -> None:
     t, o = config.training, config.optimizer
-    _require_positive(t, "seq_length", "micro_batch_size", "global_batch_size", "train_iters")
+    _require_positive(t, "seq_length", "micro_batch_size", "global_batch_size")
+    _require_positive(t, "train_iters", "train_samples")
     _require(t.bf16 + t.fp16 + t.fp64 <= 1, "give at most one of --bf16, --fp16 and --fp64")
     dp = data_parallel_size(config, world_size)
     if t.global_batch_size is None:
@@ -806,7 +878,20 @@ def _validate_training(config: Config, world_size: int) -> None:
         f"--global-batch-size {t.global_batch_size} is not a multiple of --micro-batch-size "
         f"{t.micro_batch_size} x data-parallel size {dp} = {t.micro_batch_size * dp}",
     )
-    _validate_micro_batches(config.parallel, t.global_batch_size // (t.micro_batch_size * dp))
+    sizes = [t.global_batch_size]
+    if t.rampup_batch_size:
+        _validate_rampup(t, t.micro_batch_size * dp)
+        sizes += range(t.rampup_batch_size[0], t.global_batch_size, t.rampup_batch_size[1])
+    for size in sizes:
+        _validate_micro_batches(config.parallel, size // (t.micro_batch_size * dp))
+    if t.train_samples is not None:
+        iterations = _iterations(t)
+        _require(
+            t.train_iters in (None, iterations),
+            f"--train-iters {t.train_iters} and --train-samples {t.train_samples}, which are "
+            f"{iterations} steps: give one of them",
+        )
+        t.train_iters = iterations
     _require(t.train_iters is not None, "--train-iters is missing: how many steps to train")
     _require(0 <= o.min_lr <= o.lr, f"--min-lr {o.min_lr} must lie between 0 and --lr {o.lr}")
     decay = o.lr_decay_iters or t.train_iters or 0

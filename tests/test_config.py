@@ -5,6 +5,7 @@ import pytest
 from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
 
 RUN = ["--train-iters", "10"]
+RAMP_UP = ["--global-batch-size", "16", "--rampup-batch-size"]
 
 
 def test_flags_win_over_files_and_files_over_defaults(tmp_path):
@@ -86,6 +87,12 @@ def test_bad_flags(flags, message):
         ([*RUN, "--min-lr", "1"], 1, "--min-lr 1.0 must lie between 0 and --lr 0.0003"),
         ([*RUN, "--lr-warmup-iters", "11"], 1, "longer than the schedule of 10 steps"),
         ([*RUN, "--save-interval", "5"], 1, "without --save"),
+        ([*RUN, "--train-samples", "50"], 1, "which are 50 steps: give one of them"),
+        ([*RUN, *RAMP_UP, "4", "4"], 1, "START INCREMENT SAMPLES, not 2 numbers"),
+        ([*RUN, *RAMP_UP, "4", "5", "9"], 1, "16 - 4 is not a multiple of the increment 5"),
+        ([*RUN, *RAMP_UP, "4", "4", "9"], 8, "4 and 4 must be multiples of --micro-batch-size"),
+        ([*RUN, *RAMP_UP, "32", "4", "9"], 1, "start at no more than --global-batch-size 16"),
+        ([*RUN, *RAMP_UP, "4", "4", "9"], 1, "needs --train-samples"),
         ([*RUN, "--num-layers", "0"], 1, "--num-layers is 0, must be positive"),
         (
             [
@@ -121,3 +128,22 @@ def test_defaults_that_depend_on_others():
     model = config.model
     assert model.ffn_size == 2048
     assert (model.head_width("diff_v2"), model.head_width("diff_v1")) == (64, 32)
+
+
+def test_batch_rampup_stays_equally_long_at_each_size():
+    """From 8 by 4 to 16 over 100 samples: 8 until 50 (in 7 steps), 12 until 100 (in 4)."""
+    config = load_config([*RAMP_UP, "8", "4", "100", "--train-samples", "200"])
+    validate(config, 1)
+    sizes, consumed = [], 0
+    while consumed + config.training.batch_size(consumed) <= 200:
+        sizes.append(config.training.batch_size(consumed))
+        consumed += sizes[-1]
+    assert sizes == [8] * 7 + [12] * 4 + [16] * 6
+    assert config.training.train_iters == len(sizes)
+    assert config.training.total_samples == 200
+
+
+def test_samples_without_rampup_are_whole_steps():
+    config = load_config(["--train-samples", "50", "--micro-batch-size", "4"])
+    validate(config, 2)
+    assert config.training.train_iters == 6

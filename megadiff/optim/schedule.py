@@ -1,9 +1,8 @@
-"""Learning rate, weight decay and batch size as pure functions of the samples consumed so far.
+"""Learning rate and weight decay as pure functions of the samples consumed so far.
 
-Shapes and edge cases are Megatron-LM's (core/optimizer_param_scheduler.py and
-core/num_microbatches_calculator.py): a schedule counts samples, a run that is given in iterations
-counts `iterations * global_batch_size`, and the step that starts after `n` samples uses the rate at
-`n`, so that a warmup from 0 begins with a step of rate 0.
+Shapes and edge cases are Megatron-LM's (core/optimizer_param_scheduler.py): it counts samples, a
+run that is given in iterations counts `iterations * global_batch_size`, and the step that starts
+after `n` samples uses the rate at `n`, so that a warmup from 0 begins with a step of rate 0.
 """
 
 import math
@@ -141,40 +140,6 @@ def weight_decay(schedule: Schedule, consumed_samples: int) -> float:
     progress = consumed_samples / s.weight_decay_incr_samples
     share = progress if s.weight_decay_incr_style == "linear" else 1.0 - _cosine(progress)
     return s.start_weight_decay + share * (s.end_weight_decay - s.start_weight_decay)
-
-
-@dataclass(frozen=True)
-class BatchRampup:
-    """`--rampup-batch-size START INCREMENT SAMPLES`: equal stays on the way to the full batch."""
-
-    start: int
-    increment: int
-    samples: int
-    global_batch_size: int
-
-    def __post_init__(self) -> None:
-        rise = self.global_batch_size - self.start
-        if self.start < 1 or self.increment < 1 or self.samples < 0 or rise < 0:
-            raise ValueError(
-                f"batch ramp-up from {self.start} by {self.increment} over {self.samples} samples "
-                f"to {self.global_batch_size}: sizes must be positive and the start not larger "
-                "than the global batch"
-            )
-        if rise % self.increment:
-            raise ValueError(
-                f"batch ramp-up: {self.global_batch_size} - {self.start} is not a multiple of the "
-                f"increment {self.increment}"
-            )
-
-
-def global_batch_size(rampup: BatchRampup, consumed_samples: int) -> int:
-    """The batch of the step that starts after `consumed_samples`."""
-    r = rampup
-    if consumed_samples > r.samples or r.start == r.global_batch_size:
-        return r.global_batch_size
-    increments = (r.global_batch_size - r.start) // r.increment
-    done = int(consumed_samples / (r.samples / increments)) if r.samples else increments
-    return r.start + min(done, increments) * r.increment
 
 
 def resume_schedule(

@@ -139,7 +139,7 @@ def build_data(config: Config, dp: Axis, eod: int | None) -> RunData:
         return wanted if words and parse_blend(words).weights is not None else None
 
     samples = (
-        t.train_iters * t.global_batch_size,
+        t.total_samples,
         evaluated(d.data_path or d.valid_data_path),
         evaluated(d.data_path or d.test_data_path),
     )

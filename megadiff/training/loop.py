@@ -44,11 +44,12 @@ def train(run: Run, progress: Progress) -> str:
     step.
     """
     t, logging = run.config.training, run.config.logging
-    assert t.train_iters is not None and t.global_batch_size is not None
+    assert t.train_iters is not None
     interval, clock, saved_at = metrics.Interval(), metrics.Clock(), progress.iteration
     reason = "finished"
     while progress.iteration < t.train_iters:
-        batches = run.data.train.step(progress.consumed_samples, t.global_batch_size)
+        size = t.batch_size(progress.consumed_samples)
+        batches = run.data.train.step(progress.consumed_samples, size)
         agreement = agree(unmasked(batches), run.requests, run.env.control, copies(run.env))
         if agreement.stop is not None:
             reason = agreement.stop
@@ -56,9 +57,9 @@ def train(run: Run, progress: Progress) -> str:
         rate = learning_rate(run.schedule, progress.consumed_samples)
         decay = weight_decay(run.schedule, progress.consumed_samples)
         loss = run.engine.forward_backward(batches, max(agreement.tokens, 1))
-        interval.add(loss, run.engine.step(rate, decay), rate)
+        interval.add(loss, run.engine.step(rate, decay), rate, size)
         progress.iteration += 1
-        progress.consumed_samples += t.global_batch_size
+        progress.consumed_samples += size
         last = progress.iteration == t.train_iters
         if progress.iteration % logging.log_interval == 0:
             _log_interval(run, progress, interval, clock)
@@ -102,14 +103,15 @@ def _log_interval(
     run: Run, progress: Progress, interval: metrics.Interval, clock: metrics.Clock
 ) -> None:
     t = run.config.training
-    assert t.train_iters is not None and t.global_batch_size is not None
+    assert t.train_iters is not None
     steps = len(interval.losses)
     values: dict[str, Any] = {"consumed_samples": progress.consumed_samples}
     values |= interval.read(run.env)
     seconds = clock.lap() / steps
-    tokens = t.global_batch_size * t.seq_length / seconds / run.env.mesh.world_size
+    samples = sum(interval.batch_sizes) / steps
+    tokens = samples * t.seq_length / seconds / run.env.mesh.world_size
     values |= {
-        "global_batch_size": t.global_batch_size,
+        "global_batch_size": interval.batch_sizes[-1],
         "iteration_ms": 1000 * seconds,
         "tokens_per_second_per_device": tokens,
         "tflops_per_device": tokens * run.size.training_flops_per_token / 1e12,

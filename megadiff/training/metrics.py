@@ -22,12 +22,14 @@ class Interval:
 
     losses: list[Tensor] = field(default_factory=list)  # this rank's share of each step's loss
     skipped: list[Tensor] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
     last: StepResult | None = None
     learning_rate: float = 0.0  # of the last step
 
-    def add(self, loss: Tensor, result: StepResult, learning_rate: float) -> None:
+    def add(self, loss: Tensor, result: StepResult, learning_rate: float, batch_size: int) -> None:
         self.losses.append(loss)
         self.skipped.append(result.skipped)
+        self.batch_sizes.append(batch_size)
         self.last = result
         self.learning_rate = learning_rate
 

@@ -40,7 +40,7 @@ def pretrain(config: Config) -> str:
     try:
         schedule = make_schedule(
             config.optimizer,
-            train_samples=t.train_iters * t.global_batch_size,
+            train_samples=t.total_samples,
             global_batch_size=t.global_batch_size,
         )
     except ValueError as error:

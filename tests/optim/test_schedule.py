@@ -5,9 +5,7 @@ import pytest
 
 from megadiff.config import OptimizerConfig
 from megadiff.optim.schedule import (
-    BatchRampup,
     Schedule,
-    global_batch_size,
     learning_rate,
     make_schedule,
     resume_schedule,
@@ -96,17 +94,6 @@ def test_weight_decay_increments() -> None:
     assert weight_decay(linear, 200) == pytest.approx(0.05)
     constant = make_schedule(OptimizerConfig(), train_samples=800, global_batch_size=8)
     assert weight_decay(constant, 0) == weight_decay(constant, 800) == 0.1
-
-
-def test_batch_rampup_has_equal_stays() -> None:
-    """From 16 by 8 to 32 over 300 samples: two increments, so 150 samples at 16 and at 24."""
-    rampup = BatchRampup(16, 8, 300, 32)
-    sizes = [global_batch_size(rampup, n) for n in (0, 149, 150, 299, 300, 301)]
-    assert sizes == [16, 16, 24, 24, 32, 32]
-    with pytest.raises(ValueError, match="not a multiple of the increment 5"):
-        BatchRampup(16, 5, 300, 32)
-    with pytest.raises(ValueError, match="not larger"):
-        BatchRampup(64, 8, 300, 32)
 
 
 def test_resume_rules() -> None:
