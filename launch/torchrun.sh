@@ -23,13 +23,20 @@ TRAIN=(
 NNODES=${NNODES:-1}
 PROCESSES=${PROCESSES:-gpu} # a machine's processes: a number, or gpu for all its GPUs
 HEAD=${HEAD:-localhost:29400}
-# Where a machine can not tell by name that it is the head (some containers): true there, else false.
-IS_HEAD=${IS_HEAD:-}
+# This machine's address, where the others can not find it by its host name (some containers).
+ADDRESS=${ADDRESS:-}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
+
+MEET=()
+if [ -n "$ADDRESS" ]; then
+  is_head=false
+  [ "$ADDRESS" = "${HEAD%:*}" ] && is_head=true
+  MEET=(--local-addr "$ADDRESS" --rdzv-conf "is_host=$is_head")
+fi
 
 source launch/environment.sh
 exec torchrun \
   --nnodes "$NNODES" --nproc-per-node "$PROCESSES" --max-restarts "$MAX_RESTARTS" \
   --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RUN_ID:-megadiff}" \
-  ${IS_HEAD:+--rdzv-conf "is_host=$IS_HEAD"} \
+  "${MEET[@]}" \
   pretrain_diff.py "${TRAIN[@]}" "$@"

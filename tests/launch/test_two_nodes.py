@@ -59,7 +59,7 @@ def namespaces() -> Iterator[list[list[str]]]:
 def start_node(prefix: list[str], index: int, env: dict[str, str], log: Path) -> subprocess.Popen:
     if prefix:
         env = env | {"HEAD": "10.77.0.1:29411", "GLOO_SOCKET_IFNAME": f"veth{index}"}
-        env["IS_HEAD"] = str(index == 0)
+        env["ADDRESS"] = f"10.77.0.{index + 1}"
     command = [*prefix, "bash", "launch/torchrun.sh", *map(str, FLAGS)]
     with log.open("a") as output:
         return subprocess.Popen(
