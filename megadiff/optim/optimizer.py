@@ -39,7 +39,7 @@ class StepResult:
 
 
 class Optimizer:
-    """AdamW, SGD or Muon over the parameters of `modules` (the model, or its chunks on this stage).
+    """AdamW, SGD or Muon over the parameters of `modules` (the model, or a list of its chunks).
 
     `data_parallel_group`: ranks that hold the same parameters and see other data (data and context
     parallel); gradients are summed over it. `model_parallel_group`: ranks that hold the other parts
@@ -63,7 +63,8 @@ class Optimizer:
         bucket_size: int = 40_000_000,
     ) -> None:
         self.config = config
-        chunks = [modules] if isinstance(modules, nn.Module) else list(modules)
+        several = isinstance(modules, (nn.ModuleList, Sequence))
+        chunks: list[nn.Module] = list(modules) if several else [modules]
         self.buckets = Buckets(
             [(_name(name, p), p) for chunk in chunks for name, p in chunk.named_parameters()],
             group=data_parallel_group,

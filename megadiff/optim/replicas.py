@@ -5,7 +5,7 @@ drift apart. When they do (a faulty device, an unsynchronised random number, a m
 loss may look healthy for a long time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,22 +35,26 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 
 def check_replicas(
-    modules: Iterable[nn.Module], mesh: ParallelMesh, control: dist.ProcessGroup | None
+    module: nn.Module,
+    mesh: ParallelMesh,
+    control: dist.ProcessGroup | None,
+    ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
 ) -> None:
-    """Compare hashes over data-parallel and tensor-parallel copies; waits for the device.
+    """Compare hashes over data-parallel, tensor-parallel and tied copies; waits for the device.
 
     Every rank calls it, and all raise ReplicaError with the first parameter (in module order) that
-    differs on any of them. `control` is a group of all ranks.
+    differs on any of them. `control` is a group of all ranks; `ties` are parameters with a copy on
+    another pipeline stage, and the group of ranks that hold one.
     """
     if control is None:
         return
     whole: list[tuple[str, Tensor]] = []
     replicated: list[tuple[str, Tensor]] = []
     copied: list[tuple[str, Tensor]] = []
-    for name, parameter in (item for module in modules for item in module.named_parameters()):
+    for name, parameter in module.named_parameters():
         record = record_of(parameter)
         whole.append((name, parameter))
-        for section in record.sections:
+        for section in record.sections if record.tie is None else ():
             view = local_view(parameter.detach(), section, record.dim)
             if mesh.tp.size > 1 and section.copies == mesh.tp.size:
                 replicated.append((section.name, view))
@@ -60,12 +64,18 @@ def check_replicas(
         _first_difference(whole, mesh.dp_cp.group, "data-parallel"),
         _first_difference(replicated, mesh.tp.group, "tensor-parallel"),
         _first_difference(copied, mesh.tp_copies.group, "tensor-parallel"),
+        *(_first_difference([(_tie(p), p)], group, "tied") for p, group in ties),
     ]
     every: list[str | None] = [None] * dist.get_world_size(control)
     dist.all_gather_object(every, next((f for f in found if f is not None), None), group=control)
     ranks = [rank for rank, message in enumerate(every) if message is not None]
     if ranks:
         raise ReplicaError(f"{every[ranks[0]]} (seen by ranks {', '.join(map(str, ranks))})")
+
+
+def _tie(parameter: nn.Parameter) -> str:
+    record = record_of(parameter)
+    return record.sections[0].name if record.sections else f"padding of {record.tie}"
 
 
 def _first_difference(

@@ -68,7 +68,8 @@ def train(run: Run, progress: Progress) -> str:
         check_every = t.check_weight_hash_across_dp_replicas_interval
         if check_every and progress.iteration % check_every == 0:
             run.engine.optimizer.wait_for_parameters()
-            check_replicas([run.engine.model], run.env.mesh, run.env.control)
+            model = run.engine.model
+            check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
         if t.eval_interval and progress.iteration % t.eval_interval == 0 and not last:
             evaluate(run, progress, "validation")
         every = run.config.checkpoint.save_interval

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megadiff.config import ModelConfig, OptimizerConfig
 from megadiff.models.decoder import Decoder
@@ -105,6 +106,26 @@ def test_any_split_equals_one_process(world: int, split: Split, changes: dict) -
     alone = train(Split(), OPTIMIZER, torch.float64)
     results = run_distributed(world, train, split, config, torch.float64)
     assert_equal_training(results, alone, 1e-9)
+
+
+def forward_after_an_overlapped_step() -> list[bool]:
+    """Which buckets are still being gathered: after the step, and after a chunk's forward."""
+    model = Decoder(MODEL, build_mesh())
+    initialize(model, seed=3)
+    config = replace(OPTIMIZER, use_distributed_optimizer=True, overlap_param_gather=True)
+    world = dist.group.WORLD
+    optimizer = Optimizer(
+        nn.ModuleList([model]), config, data_parallel_group=world, bucket_size=1000
+    )
+    optimizer.step(0.01)
+    running = [bucket.gathering is not None for bucket in optimizer.buckets.buckets]
+    model(torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH).unsqueeze(0))
+    return [all(running), *(bucket.gathering is None for bucket in optimizer.buckets.buckets)]
+
+
+def test_forward_waits_for_gathered_parameters() -> None:
+    for results in run_distributed(2, forward_after_an_overlapped_step):
+        assert len(results) > 3 and all(results)
 
 
 def test_padding_of_the_vocabulary_stays_zero() -> None:

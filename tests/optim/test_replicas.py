@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megadiff.config import Config
+from megadiff.models.build import build_model
 from megadiff.models.decoder import Decoder
 from megadiff.optim.replicas import ReplicaError, bit_hash, check_replicas
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
@@ -38,7 +42,7 @@ def check(tensor: int, faults: dict[int, str]) -> str | None:
             with torch.no_grad():
                 parameter[section.start] += 1e-6
     try:
-        check_replicas([model], mesh, dist.group.WORLD)
+        check_replicas(model, mesh, dist.group.WORLD)
     except ReplicaError as error:
         return str(error)
     return None
@@ -73,6 +77,30 @@ def test_first_difference_is_named_on_every_rank(tensor, faults, message) -> Non
             assert found is not None and message in found
 
 
+def check_ties(fault: bool) -> str | None:
+    config = Config(model=replace(MODEL, num_layers=2))
+    config.parallel.pipeline_model_parallel_size = 2
+    mesh = build_mesh(pipeline=2, tensor=2, kv_copies=1)
+    model = build_model(config, mesh, dtype=torch.float32, device="cpu")
+    initialize(model, 1)
+    if fault and dist.get_rank() == 3:
+        with torch.no_grad():
+            model.chunks[-1].output[0, 0] += 1
+    try:
+        check_replicas(model, mesh, dist.group.WORLD, model.tied_parameters())
+    except ReplicaError as error:
+        return str(error)
+    return None
+
+
+def test_tied_embeddings_of_two_stages_are_compared() -> None:
+    assert run_distributed(4, check_ties, False) == [None] * 4
+    for found in run_distributed(4, check_ties, True):
+        assert found is not None
+        assert found.startswith("embedding.weight differs between tied replicas")
+        assert found.endswith("(seen by ranks 1, 3)")
+
+
 def test_one_process_has_nothing_to_compare() -> None:
     model = Decoder(MODEL)
-    check_replicas([model], ParallelMesh(), None)
+    check_replicas(model, ParallelMesh(), None)
