@@ -11,7 +11,7 @@ $(VENV)/.stamp: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.stamp
-	$(BIN)/python tools/demo.py
+	$(BIN)/python tools/demo.py $(DEMO)
 
 test: $(VENV)/.stamp
 	$(BIN)/python -m pytest

@@ -357,7 +357,7 @@ class DataConfig:
     reset_position_ids: bool = _option(False, "positions start anew in every document")
     reset_attention_mask: bool = _option(False, "documents do not attend to each other")
     eod_mask_loss: bool = _option(False, "no loss where the input is an end of document")
-    num_workers: int = _option(2, "processes that read samples ahead; 0 reads in the loop")
+    num_workers: int = _option(2, "threads that make batches ahead; 0 makes them in the loop")
 
 
 @dataclass

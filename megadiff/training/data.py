@@ -12,7 +12,7 @@ from megadiff.data.gpt_dataset import GPTDataset, Sample
 from megadiff.data.indexed_dataset import DataError
 from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, sample_numbers
 from megadiff.data.tokenizers import build_tokenizer
-from megadiff.parallel.mesh import Axis
+from megadiff.training.setup import Environment
 
 
 def set_vocabulary(config: Config) -> int | None:
@@ -48,27 +48,32 @@ def set_vocabulary(config: Config) -> int | None:
 class Batches:
     """Micro-batches of one data-parallel rank, each token checked against the vocabulary."""
 
-    def __init__(self, dataset: Dataset, name: str, config: Config, dp: Axis, eod: int | None):
+    def __init__(
+        self, dataset: Dataset, name: str, config: Config, env: Environment, eod: int | None
+    ) -> None:
         assert config.model.vocab_size is not None
         d = config.data
         if d.eod_mask_loss and eod is None:
             raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
-        self.dataset, self.name, self.dp = dataset, name, dp
+        self.dataset, self.name, self.dp = dataset, name, env.mesh.dp
+        self.pin_memory = env.device.type == "cuda"
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.training.seq_length
         self.micro_batch_size = config.training.micro_batch_size
         self.rules = DocumentRules(
             eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss
         )
-        self._loader = self._over(dataset)
+        self._loader = self._over(dataset, d.num_workers)
 
-    def _over(self, dataset: Any) -> BatchLoader:
+    def _over(self, dataset: Any, num_workers: int) -> BatchLoader:
         return BatchLoader(
             dataset,
             micro_batch_size=self.micro_batch_size,
             data_parallel_rank=self.dp.rank,
             data_parallel_size=self.dp.size,
             rules=self.rules,
+            num_workers=num_workers,
+            pin_memory=self.pin_memory,
         )
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
@@ -77,7 +82,7 @@ class Batches:
 
     def once(self, samples: int, global_batch_size: int) -> Iterator[list[MicroBatch]]:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
-        loader = self._over(_First(self.dataset, samples))
+        loader = self._over(_First(self.dataset, samples), num_workers=0)
         for first in range(0, samples, global_batch_size):
             batches = self._checked(loader.step(first, global_batch_size))
             numbers = sample_numbers(
@@ -124,7 +129,7 @@ class RunData:
     identity: dict[str, Any]
 
 
-def build_data(config: Config, dp: Axis, eod: int | None) -> RunData:
+def build_data(config: Config, env: Environment, eod: int | None) -> RunData:
     """The three datasets of the configuration. Raises ConfigError and DataError."""
     t, d = config.training, config.data
     assert t.train_iters is not None and t.global_batch_size is not None
@@ -164,10 +169,10 @@ def build_data(config: Config, dp: Axis, eod: int | None) -> RunData:
         raise ConfigError(f"--split {d.split} leaves nothing to train on")
 
     def batches(dataset: Dataset | None, name: str) -> Batches | None:
-        return None if dataset is None else Batches(dataset, name, config, dp, eod)
+        return None if dataset is None else Batches(dataset, name, config, env, eod)
 
     return RunData(
-        train=Batches(train, "training", config, dp, eod),
+        train=Batches(train, "training", config, env, eod),
         valid=batches(valid, "validation"),
         test=batches(test, "test"),
         valid_samples=0 if valid is None else min(wanted, len(valid)),

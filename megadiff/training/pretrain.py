@@ -46,7 +46,7 @@ def pretrain(config: Config) -> str:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     env = start(config)
-    data = build_data(config, env.mesh.dp, eod)
+    data = build_data(config, env, eod)
     saved = checkpointing.find(config, env)
     manager = None
     if config.checkpoint.save is not None:
