@@ -259,17 +259,19 @@ def report(out: Path, metrics: Metrics, config: Config, bigram: float, seconds: 
         f"{first['lambda'][k]:.2f} to {last['lambda'][k]:.2f}" for k in last["lambda"]
     )
     loss, perplexity = final["lm_loss"], final["perplexity"]
+    mixer = config.model.token_mixer
     samples, length = last["consumed_samples"], config.training.seq_length
     print(f"""
 What it did
-  In {seconds:.0f} s, from raw text, it trained a Transformer ({config.model.token_mixer}) on {samples:,}
+  In {seconds:.0f} s, from raw text, it trained a Transformer ({mixer}) on {samples:,}
   samples of {length} tokens: {half} steps with every layer split over two processes, the rest,
   from the checkpoint, with whole layers and each process on half of the data.
 
 What it found
   {loss:.4f}  validation loss on {final["tokens"]:,} held-out tokens (perplexity {perplexity:.1f})
   {bigram:.4f}  an interpolated Kneser-Ney bigram model on the same tokens ({math.exp(bigram):.1f})
-  {before["lm_loss"]:.4f}  training loss before the change of split, and {after["lm_loss"]:.4f} behind it
+  {before["lm_loss"]:.4f}  training loss before the change of split
+  {after["lm_loss"]:.4f}  training loss after it
   lambda by layer, first steps to last: {lambdas or "none"}
 
 What to look at, in {out}

@@ -12,7 +12,7 @@ from megadiff.data.gpt_dataset import GPTDataset, Sample
 from megadiff.data.indexed_dataset import DataError
 from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, sample_numbers
 from megadiff.data.tokenizers import build_tokenizer
-from megadiff.training.setup import Environment
+from megadiff.parallel.mesh import Axis
 
 
 def set_vocabulary(config: Config) -> int | None:
@@ -49,14 +49,20 @@ class Batches:
     """Micro-batches of one data-parallel rank, each token checked against the vocabulary."""
 
     def __init__(
-        self, dataset: Dataset, name: str, config: Config, env: Environment, eod: int | None
+        self,
+        dataset: Dataset,
+        name: str,
+        config: Config,
+        dp: Axis,
+        eod: int | None,
+        pin_memory: bool = False,
     ) -> None:
         assert config.model.vocab_size is not None
         d = config.data
         if d.eod_mask_loss and eod is None:
             raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
-        self.dataset, self.name, self.dp = dataset, name, env.mesh.dp
-        self.pin_memory = env.device.type == "cuda"
+        self.dataset, self.name, self.dp = dataset, name, dp
+        self.pin_memory = pin_memory
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.training.seq_length
         self.micro_batch_size = config.training.micro_batch_size
@@ -79,6 +85,10 @@ class Batches:
     def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's part of the global batch that begins after `consumed_samples`."""
         return self._checked(self._loader.step(consumed_samples, global_batch_size))
+
+    def close(self) -> None:
+        """End the threads that make batches ahead."""
+        self._loader.close()
 
     def once(self, samples: int, global_batch_size: int) -> Iterator[list[MicroBatch]]:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
@@ -129,8 +139,11 @@ class RunData:
     identity: dict[str, Any]
 
 
-def build_data(config: Config, env: Environment, eod: int | None) -> RunData:
-    """The three datasets of the configuration. Raises ConfigError and DataError."""
+def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = False) -> RunData:
+    """The three datasets of the configuration, for a rank of the data-parallel axis.
+
+    `pin_memory` makes copies to a GPU that do not wait. Raises ConfigError and DataError.
+    """
     t, d = config.training, config.data
     assert t.train_iters is not None and t.global_batch_size is not None
     if not d.data_path and not d.train_data_path:
@@ -169,10 +182,10 @@ def build_data(config: Config, env: Environment, eod: int | None) -> RunData:
         raise ConfigError(f"--split {d.split} leaves nothing to train on")
 
     def batches(dataset: Dataset | None, name: str) -> Batches | None:
-        return None if dataset is None else Batches(dataset, name, config, env, eod)
+        return None if dataset is None else Batches(dataset, name, config, dp, eod, pin_memory)
 
     return RunData(
-        train=Batches(train, "training", config, env, eod),
+        train=Batches(train, "training", config, dp, eod, pin_memory),
         valid=batches(valid, "validation"),
         test=batches(test, "test"),
         valid_samples=0 if valid is None else min(wanted, len(valid)),

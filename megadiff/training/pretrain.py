@@ -1,12 +1,12 @@
 """A whole run, from its configuration to its end."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, closing
 
 import torch.distributed as dist
 
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
-from megadiff.config import Config, ConfigError, load_config, to_yaml, validate
+from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
 from megadiff.models.flops import ModelSize, model_size
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
@@ -46,19 +46,14 @@ def pretrain(config: Config) -> str:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     env = start(config)
-    data = build_data(config, env, eod)
+    data = build_data(config, env.mesh.dp, eod, pin_memory=env.device.type == "cuda")
     saved = checkpointing.find(config, env)
-    manager = None
-    if config.checkpoint.save is not None:
-        manager = CheckpointManager(
-            config.checkpoint.save,
-            keep_last=config.checkpoint.keep_last_n_checkpoints,
-            keep_every=config.checkpoint.save_retain_interval,
-            background=config.checkpoint.async_save,
-            proven=None if saved is None else saved.progress.iteration,
-        )
-    with manager or nullcontext():
-        log = RunLog(config, env.is_main)
+    with ExitStack() as stack:
+        stack.callback(data.train.close)
+        manager = None
+        if config.checkpoint.save is not None:
+            manager = stack.enter_context(open_manager(config.checkpoint, saved))
+        log = stack.enter_context(closing(RunLog(config, env.is_main)))
         log.line(to_yaml(config).rstrip())
         engine, size = NativeEngine(config, env), model_size(config.model, t.seq_length)
         progress = Progress()
@@ -78,11 +73,27 @@ def pretrain(config: Config) -> str:
                     f"training waited {seconds:.1f} s"
                 )
 
-        run = Run(config, env, engine, size, data, schedule, log, StopRequests.install(t), save)
+        requests = stack.enter_context(StopRequests.install(t))
+        run = Run(config, env, engine, size, data, schedule, log, requests, save)
         reason = train(run, progress)
-    log.line(f" ended at iteration {progress.iteration}: {reason}")
-    log.close()
+        if manager is not None:
+            manager.wait()
+        log.line(f" ended at iteration {progress.iteration}: {reason}")
     return reason
+
+
+def open_manager(
+    settings: CheckpointConfig, saved: checkpointing.Saved | None
+) -> CheckpointManager:
+    """The keeper of `--save`. Raises CheckpointError on all ranks when it cannot be written to."""
+    assert settings.save is not None
+    return CheckpointManager(
+        settings.save,
+        keep_last=settings.keep_last_n_checkpoints,
+        keep_every=settings.save_retain_interval,
+        background=settings.async_save,
+        proven=None if saved is None else saved.progress.iteration,
+    )
 
 
 def resume(

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -24,16 +26,21 @@ class StopRequests:
     signalled: float = 0.0
 
     @classmethod
-    def install(cls, config: TrainingConfig) -> "StopRequests":
+    @contextmanager
+    def install(cls, config: TrainingConfig) -> Iterator["StopRequests"]:
         """Catch SIGTERM, SIGINT and SIGUSR1 from here on; a second, seconds later, ends at once.
 
         SIGUSR1 is what clusters send ahead of a time limit.
         """
         minutes = config.exit_duration_in_mins
         requests = cls(None if minutes is None else 60 * minutes)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, requests._handle)
-        return requests
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, requests._handle) for number in signals}
+        try:
+            yield requests
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
