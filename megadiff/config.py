@@ -700,19 +700,21 @@ def _validate_split(config: Config, world_size: int) -> None:
         f"the world size {world_size} is not a multiple of --tensor-model-parallel-size {tp} x "
         f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = {tp * pp * cp}",
     )
+    attends = not m.mixers.issubset(DELTA_MIXERS)
     _require(
-        m.num_attention_heads % tp == 0,
+        not attends or m.num_attention_heads % tp == 0,
         f"--num-attention-heads {m.num_attention_heads} is not a multiple of "
         f"--tensor-model-parallel-size {tp}",
     )
     _require(
-        m.mixers.isdisjoint(DELTA_MIXERS) or m.delta_heads % tp == 0,
+        m.mixers.isdisjoint(DELTA_MIXERS) or m.delta_heads % (tp * cp) == 0,
         f"the delta layers' {m.delta_heads} heads are not a multiple of "
-        f"--tensor-model-parallel-size {tp}; set --delta-num-heads",
+        f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} = {tp * cp}; set "
+        "--delta-num-heads",
     )
     groups = m.query_groups
     _require(
-        groups % tp == 0 or tp % groups == 0,
+        not attends or groups % tp == 0 or tp % groups == 0,
         f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the "
         "other",
     )
@@ -730,12 +732,6 @@ def _validate_split(config: Config, world_size: int) -> None:
         not p.sequence_parallel or seq_length // cp % tp == 0,
         f"--seq-length {seq_length} is not a multiple of --context-parallel-size {cp} x "
         f"--tensor-model-parallel-size {tp} = {cp * tp}, as --sequence-parallel needs",
-    )
-    recurrent = sorted(m.mixers.intersection(DELTA_MIXERS))
-    _require(
-        cp == 1 or not recurrent,
-        f"--context-parallel-size {cp} splits attention alone, and the model has layers of "
-        f"{', '.join(recurrent)}",
     )
     _validate_pipeline(m, p)
     _require(

@@ -6,7 +6,7 @@ the recurrence know the order.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
 from megadiff.kernels import delta_rule, gated_rms_norm, l2_norm, rms_norm, short_convolution
+from megadiff.models.delta_state import DeltaCache, State, Tokens
 from megadiff.models.geometry import Geometry
 from megadiff.models.mixer import Mixer
 from megadiff.parallel.collectives import sum_gradients
+from megadiff.parallel.head_exchange import heads_to_sequence, sequence_to_heads
 from megadiff.parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -25,7 +27,7 @@ from megadiff.parallel.linear import (
     replicated,
     shard,
 )
-from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import Init, Section, make_parameter, uniform
 
 _PAD = 64  # 128 bytes in bfloat16: rows of the fused projection stay aligned behind beta and decay
@@ -33,74 +35,93 @@ _EPSILON = 1e-6  # of the norms of q and k, as published
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What the mixing of tokens starts from, of this rank's heads."""
+class Heads:
+    """Some heads of a layer, with the parameters that mix their tokens."""
 
-    qkv: Tensor  # [b, s, channels]
-    beta: Tensor  # [b, s, heads], at least float32, as is g
-    g: Tensor | None  # [b, s, heads], log of the decay
+    config: ModelConfig
+    count: int
+    conv_weight: Tensor | None  # [channels of q, k and v, 1, size]
+    conv_bias: Tensor | None
+    A_log: Tensor | None  # [heads], as is dt_bias
+    dt_bias: Tensor | None
 
-    def only(self, kept: Tensor) -> "Tokens":
-        """The same, but tokens where `kept` `[b, s]` is false leave no trace in any state."""
-        kept = kept.unsqueeze(-1)
-        g = None if self.g is None else self.g * kept
-        return Tokens(self.qkv * kept, self.beta * kept, g)
+    def share(self, rank: int, size: int) -> "Heads":
+        """One of `size` equal shares of the heads."""
+        key_width, value_width = self.config.delta_widths
 
+        def channels(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            sections = x.split([self.count * w for w in (key_width, key_width, value_width)])
+            return torch.cat([section.chunk(size)[rank] for section in sections])
 
-@dataclass(frozen=True)
-class State:
-    """What earlier tokens left behind, for each sequence; None is the state before any token."""
+        def heads(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.chunk(size)[rank]
 
-    inputs: Tensor | None = None  # [b, convolution size - 1, channels]
-    memory: Tensor | None = None  # [b, heads, key width, value width], at least float32
+        return Heads(
+            self.config,
+            self.count // size,
+            channels(self.conv_weight),
+            channels(self.conv_bias),
+            heads(self.A_log),
+            heads(self.dt_bias),
+        )
 
+    def tokens(self, qkv: Tensor, beta: Tensor | None, decay: Tensor | None) -> Tokens:
+        """From the projections `[b, s, ...]` of these heads."""
+        wide = torch.promote_types(qkv.dtype, torch.float32)
+        if beta is None:
+            strength = qkv.new_ones((*qkv.shape[:-1], self.count), dtype=wide)
+        else:
+            strength = torch.sigmoid(beta.to(wide))
+        if self.config.delta_allow_neg_eigval:
+            strength = 2 * strength  # the transition's eigenvalue along k is 1 - beta
+        g = None
+        if decay is not None and self.A_log is not None and self.dt_bias is not None:
+            g = -self.A_log.exp() * F.softplus(decay.to(wide) + self.dt_bias)
+        return Tokens(qkv, strength, g)
 
-class DeltaCache:
-    """The state of one layer during generation; its size does not depend on the length.
-
-    It keeps the tokens of the last call, so that each sequence may go on from any of them: a prompt
-    may be padded on the right. Tokens at negative positions are padding on the left.
-    """
-
-    def __init__(self) -> None:
-        self.state = State()
-        self.last: tuple[State, Tokens, Tensor] | None = None
-
-    def advance(self, mixer: "DeltaNet", tokens: Tokens, positions: Tensor) -> Tensor:
-        """Mix `tokens` at `positions` `[b, n]` behind the state and move the state behind them."""
-        self._settle(mixer, positions[:, 0])
-        tokens = tokens.only(positions >= 0)
-        before = self.state
-        o, self.state = mixer.mix(tokens, before)
-        self.last = (before, tokens, positions)
-        return o
-
-    def _settle(self, mixer: "DeltaNet", first: Tensor) -> None:
-        """Drop the tokens of the last call at or behind the positions `first` `[b]`."""
-        if self.last is None:
-            return
-        before, tokens, positions = self.last
-        dropped = positions[:, -1] + 1 - first
-        least, most = (int(n) for n in dropped.aminmax())
-        count = positions.shape[1]
-        if least < 0 or most > count:
-            raise ValueError(
-                "a delta layer goes on behind its last token, or steps back over tokens of the "
-                f"last call: that one had {count} tokens, up to positions "
-                f"{positions[:, -1].tolist()}, and this one starts at {first.tolist()}"
+    def mix(
+        self, tokens: Tokens, state: State, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Convolution and delta rule; returns `[b, s, heads, value width]` and the state after."""
+        qkv, inputs = tokens.qkv, None
+        silu = self.config.delta_qk_activation == "silu"
+        if self.conv_weight is not None:
+            qkv, inputs = short_convolution(
+                qkv,
+                self.conv_weight,
+                self.conv_bias,
+                silu=silu,
+                initial_state=state.inputs,
+                cu_seqlens=cu_seqlens,
             )
-        if most > 0:
-            kept = positions < first.unsqueeze(1)
-            _, self.state = mixer.mix(tokens.only(kept), before)
-            if self.state.inputs is not None:  # kept tokens come first, those behind are no inputs
-                size = self.state.inputs.shape[1]
-                inputs = before.inputs
-                if inputs is None:
-                    inputs = torch.zeros_like(self.state.inputs)
-                rows = torch.cat([inputs, tokens.qkv], 1)
-                index = kept.sum(1, keepdim=True) + torch.arange(size, device=kept.device)
-                inputs = rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
-                self.state = replace(self.state, inputs=inputs)
+        elif silu:
+            qkv = F.silu(qkv)
+        key_width, value_width = self.config.delta_widths
+        q, k, v = qkv.split([self.count * w for w in (key_width, key_width, value_width)], -1)
+        o, memory = delta_rule(
+            self._query_or_key(q),
+            self._query_or_key(k),
+            (v if silu else F.silu(v)).unflatten(-1, (self.count, -1)),
+            tokens.beta,
+            tokens.g,
+            initial_state=state.memory,
+            cu_seqlens=cu_seqlens,
+        )
+        return o, State(inputs, memory)
+
+    def _query_or_key(self, x: Tensor) -> Tensor:
+        """Activated, unless the convolution did it, and normalised; `[b, s, heads, key width]`."""
+        x = x.unflatten(-1, (self.count, -1))
+        if self.config.delta_qk_activation == "relu":
+            x = F.relu(x)
+        elif self.config.delta_qk_activation == "elu":
+            x = F.elu(x) + 1
+        if self.config.delta_qk_norm == "l2":
+            return l2_norm(x, _EPSILON)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.normalize(wide, p=1, dim=-1, eps=_EPSILON).to(x.dtype)  # no entry is negative
 
 
 class DeltaNet(Mixer):
@@ -202,74 +223,42 @@ class DeltaNet(Mixer):
     def forward(self, x: Tensor, geometry: Geometry, cache: DeltaCache | None = None) -> Tensor:
         y = self.projection(x)
         parts = dict(zip(self.names, self.projection.split(y), strict=True))
-        tokens = self._tokens(y, parts)
-        if cache is not None:
-            o = cache.advance(self, tokens, geometry.positions)
+        heads = Heads(
+            self.config, self.heads, self.conv_weight, self.conv_bias, self.A_log, self.dt_bias
+        )
+        if geometry.context is not None:
+            o = self._mix_in_context(heads, parts, geometry.context.cp, geometry.cu_seqlens)
         else:
-            o, _ = self.mix(tokens, State(), geometry.cu_seqlens)
+            key_width, value_width = self.config.delta_widths
+            qkv = y[..., : self.heads * (2 * key_width + value_width)]
+            tokens = heads.tokens(qkv, parts.get("beta"), parts.get("decay"))
+            if cache is not None:
+                o = cache.advance(heads.mix, tokens, geometry.positions)
+            else:
+                o, _ = heads.mix(tokens, State(), geometry.cu_seqlens)
         (weight,) = sum_gradients(self.tp, self.o_norm)  # each rank has its heads' share
         if "gate" in parts:
-            gate = parts["gate"].unflatten(-1, (-1, self.value_width))
-            o = gated_rms_norm(o, gate, weight, self.config.norm_epsilon)
+            o = gated_rms_norm(o, parts["gate"].view(o.shape), weight, self.config.norm_epsilon)
         else:
             o = rms_norm(o, weight, self.config.norm_epsilon)
         return self.out(o.flatten(2))
 
-    def _tokens(self, y: Tensor, parts: dict[str, Tensor]) -> Tokens:
-        wide = torch.promote_types(y.dtype, torch.float32)
-        if "beta" in parts:
-            beta = torch.sigmoid(parts["beta"].to(wide))
-        else:
-            beta = y.new_ones((*y.shape[:-1], self.heads), dtype=wide)
-        if self.config.delta_allow_neg_eigval:
-            beta = 2 * beta  # the transition's eigenvalue along k is 1 - beta
-        g = None
-        if self.A_log is not None and self.dt_bias is not None:
-            g = -self.A_log.exp() * F.softplus(parts["decay"].to(wide) + self.dt_bias)
-        width = self.heads * (2 * self.key_width + self.value_width)
-        return Tokens(y[..., :width], beta, g)
-
-    def mix(
-        self, tokens: Tokens, state: State, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, State]:
-        """Convolution and delta rule; returns `[b, s, heads, value width]` and the state after."""
-        qkv, inputs = tokens.qkv, None
-        silu = self.config.delta_qk_activation == "silu"
-        if self.conv_weight is not None:
-            qkv, inputs = short_convolution(
-                qkv,
-                self.conv_weight,
-                self.conv_bias,
-                silu=silu,
-                initial_state=state.inputs,
-                cu_seqlens=cu_seqlens,
-            )
-        elif silu:
-            qkv = F.silu(qkv)
-        keys = self.heads * self.key_width
-        q, k, v = qkv.split([keys, keys, self.heads * self.value_width], -1)
-        o, memory = delta_rule(
-            self._query_or_key(q),
-            self._query_or_key(k),
-            (v if silu else F.silu(v)).unflatten(-1, (self.heads, -1)),
-            tokens.beta,
-            tokens.g,
-            initial_state=state.memory,
-            cu_seqlens=cu_seqlens,
-        )
-        return o, State(inputs, memory)
-
-    def _query_or_key(self, x: Tensor) -> Tensor:
-        """Activated, unless the convolution did it, and normalised; `[b, s, heads, key width]`."""
-        x = x.unflatten(-1, (self.heads, -1))
-        if self.config.delta_qk_activation == "relu":
-            x = F.relu(x)
-        elif self.config.delta_qk_activation == "elu":
-            x = F.elu(x) + 1
-        if self.config.delta_qk_norm == "l2":
-            return l2_norm(x, _EPSILON)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.normalize(wide, p=1, dim=-1, eps=_EPSILON).to(x.dtype)  # no entry is negative
+    def _mix_in_context(
+        self, heads: Heads, parts: dict[str, Tensor], cp: Axis, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """A share of the heads over whole sequences; `[b, s / cp, heads, value width]`."""
+        share = heads.share(cp.rank, cp.size)
+        mixed = [name for name in self.names if name != "gate"]
+        per_head = [parts[name].unflatten(-1, (self.heads, -1)) for name in mixed]
+        exchanged = sequence_to_heads(torch.cat(per_head, -1), cp)  # one message for all of them
+        widths = [x.shape[-1] for x in per_head]
+        whole = {
+            name: x.flatten(2) for name, x in zip(mixed, exchanged.split(widths, -1), strict=True)
+        }
+        qkv = torch.cat([whole[name] for name in ("q", "k", "v")], -1)
+        tokens = share.tokens(qkv, whole.get("beta"), whole.get("decay"))
+        o, _ = share.mix(tokens, State(), cu_seqlens)
+        return heads_to_sequence(o, cp)
 
 
 class GatedDeltaNet(DeltaNet):

@@ -30,7 +30,7 @@ def context_shard(x: Tensor, cp: Axis) -> Tensor:
     return torch.cat([chunks[cp.rank], chunks[2 * cp.size - 1 - cp.rank]], dim=1)
 
 
-def _natural_order(x: Tensor, cp: Axis) -> Tensor:
+def natural_order(x: Tensor, cp: Axis) -> Tensor:
     """Gathered shards `[b, s, ...]`, rank after rank, in the order of the sequence."""
     chunks = x.chunk(2 * cp.size, dim=1)
     return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim=1)
@@ -103,7 +103,7 @@ def attend_in_context(
     """
     shapes = k.shape[2:], v.shape[2:]
     both = torch.cat([k.flatten(2), v.flatten(2)], dim=-1)  # one message for keys and values
-    both = _natural_order(gather_sequence(both, context.cp), context.cp)
+    both = natural_order(gather_sequence(both, context.cp), context.cp)
     k, v = both.split([shape.numel() for shape in shapes], dim=-1)
     k, v = k.unflatten(-1, shapes[0]), v.unflatten(-1, shapes[1])
     outputs = []

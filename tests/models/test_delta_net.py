@@ -282,9 +282,10 @@ def test_configuration_is_refused_with_the_numbers():
     assert "may only hold * 1 2 D G" in refusal(hybrid_layer_pattern="DDX2")
 
 
-def test_tensor_parallel_size_must_divide_the_delta_heads():
+def test_tensor_and_context_size_must_divide_the_delta_heads():
     config = Config(model=replace(SMALL, hybrid_layer_pattern="D2", delta_num_heads=6))
     config.training.train_iters = 1
-    config.parallel.tensor_model_parallel_size = 4
-    with pytest.raises(ConfigError, match=r"6 heads are not a multiple of .*-size 4"):
+    config.parallel.tensor_model_parallel_size = 2
+    config.parallel.context_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"6 heads are not a multiple of .* 2 x .* 2 = 4"):
         validate(config, world_size=4)
