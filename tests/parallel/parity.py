@@ -43,7 +43,7 @@ GLOBAL_BATCH = 8  # sequences of a step
 class Cell:
     """One split of one model. `pipeline`: stages x virtual stages, schedule and layout."""
 
-    mixer: str = "diff_v2"
+    mixer: str = "diff_v2"  # of every layer, or a hybrid's pattern
     style: str = "rms"  # rms: RMSNorm, SwiGLU, rotary; layer: LayerNorm, GELU, biases, learned
     groups: int = 4  # key/value groups, of 4 heads
     tied: bool = True
@@ -101,6 +101,7 @@ def config_of(cell: Cell) -> Config:
     pipeline, kind = int(stages[0]), stages[1:]
     layout = {"list": "1,3", "balanced": "balanced"}.get(kind, "even")
     layer_style = cell.style == "layer"
+    hybrid = cell.mixer not in VALUES["mixer"]
     granularity = {"none": None, "selective": "selective"}.get(cell.recompute, "full")
     model = ModelConfig(
         num_layers=cell.layers,
@@ -116,7 +117,8 @@ def config_of(cell: Cell) -> Config:
         mlp_bias=layer_style,
         position_embedding_type="learned_absolute" if layer_style else "rope",
         untie_embeddings_and_output_weights=not cell.tied,
-        token_mixer=cell.mixer,  # type: ignore[arg-type]
+        token_mixer="diff_v2" if hybrid else cell.mixer,  # type: ignore[arg-type]
+        hybrid_layer_pattern=cell.mixer if hybrid else None,
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=cell.tensor,

@@ -26,6 +26,9 @@ FURTHER = [
     Cell("diff_v2", tensor=2, sequence=True, data=2, vocab=50257),
     Cell("diff_v1", "layer", groups=1, tensor=2, pipeline="2x2", packed=True, micro_batches=4),
     Cell("diff_v2", groups=2, tensor=2, sequence=True, context=2, packed=True, micro_batches=2),
+    Cell("DDG1", tensor=2, sequence=True, pipeline="2balanced", packed=True, recompute="uniform1"),
+    Cell("D2G*", groups=2, tensor=2, sequence=True, context=2, packed=True, micro_batches=2),
+    Cell("GD21", "layer", data=2, context=2, sharded=True, micro_batches=1),
 ]
 
 
