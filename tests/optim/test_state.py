@@ -15,15 +15,16 @@ from megadiff.parallel.mesh import ParallelMesh, build_mesh
 from megadiff.parallel.parameter import initialize, record_of
 from tests.distributed import run_distributed
 
-MODEL = ModelConfig(
-    num_layers=1,
+MODEL = ModelConfig(  # with vectors, fused and copied sections, and a convolution
+    num_layers=2,
     hidden_size=16,
     num_attention_heads=4,
     num_query_groups=2,
     ffn_hidden_size=24,
     vocab_size=21,
     make_vocab_size_divisible_by=4,
-    token_mixer="diff_v1",
+    hybrid_layer_pattern="1G",
+    delta_conv_bias=True,
 )
 SHARDED = OptimizerConfig(use_distributed_optimizer=True, clip_grad=0.5)
 
