@@ -1,0 +1,71 @@
+"""Bytes that training keeps for each parameter, counted over all tensors of the process."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megadiff.config import OptimizerConfig
+from megadiff.optim.optimizer import Optimizer
+from megadiff.parallel.parameter import Init, Section, make_parameter
+from tests.distributed import run_distributed
+
+ROWS, COLUMNS, MATRICES = 256, 128, 4
+PARAMETERS = ROWS * COLUMNS * MATRICES
+
+
+def bytes_per_parameter(config: OptimizerConfig, dtype: torch.dtype) -> float:
+    """Of parameters, gradients and optimizer state, between two steps."""
+    before = allocated()
+    matrices = [
+        make_parameter(
+            (ROWS, COLUMNS),
+            [Section(f"w{i}", (ROWS, COLUMNS), 0, ROWS, 0, "matrix", Init())],
+            dtype=dtype,
+            device="cpu",
+        )
+        for i in range(MATRICES)
+    ]
+    for weight in matrices:
+        nn.init.zeros_(weight)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    optimizer = Optimizer(
+        nn.ParameterList(matrices), config, data_parallel_group=group, bucket_size=ROWS * COLUMNS
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(weight.float().sum() for weight in matrices).backward()
+        optimizer.step(0.1)
+    return (allocated() - before) / PARAMETERS
+
+
+def allocated() -> int:
+    """Bytes of all storages that tensors refer to."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "fixed", "sharded"),
+    [
+        (torch.bfloat16, {}, 2 + 4, 4 + 4 + 4),
+        (torch.bfloat16, {"accumulate_allreduce_grads_in_fp32": False}, 2 + 2, 4 + 4 + 4),
+        (torch.bfloat16, {"main_weights": "kahan"}, 2 + 4, 2 + 4 + 4),
+        (torch.bfloat16, {"optimizer": "muon"}, 2 + 4, 4 + 4),
+    ],
+)
+def test_bytes_per_parameter(dtype, options: dict, fixed: int, sharded: int) -> None:
+    """`fixed + sharded / dp`, and little scalars and views beside them."""
+    small = 4096 / PARAMETERS
+    config = OptimizerConfig(**options)
+    assert bytes_per_parameter(config, dtype) == pytest.approx(fixed + sharded, abs=small)
+    config = OptimizerConfig(**options, use_distributed_optimizer=True)
+    for got in run_distributed(2, bytes_per_parameter, config, dtype):
+        assert got == pytest.approx(fixed + sharded / 2, abs=small)
