@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megadiff.config import Config, ConfigError
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
@@ -48,8 +49,14 @@ def start(config: Config) -> Environment:
     control: Any = None
     if world_size() > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        store, rank, size = _meet(timeout)
         dist.init_process_group(
-            backend, timeout=timeout, device_id=device if backend == "nccl" else None
+            backend,
+            timeout=timeout,
+            store=store,
+            rank=rank,
+            world_size=size,
+            device_id=device if backend == "nccl" else None,
         )
     if dist.is_initialized():
         if dist.get_backend() == "gloo":
@@ -70,6 +77,20 @@ def start(config: Config) -> Environment:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return Environment(mesh, device, getattr(torch, config.training.dtype), control)
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where the launcher's processes find each other: a store, this one's rank, their number.
+
+    torchrun keeps one store for all its restarts (seen in torch 2.13), and in it the addresses of
+    workers that are gone; new ones would wait for those for ever. On one machine the number of the
+    restart tells them apart. Machines count restarts differently; launch/environment.sh has the
+    setting that gives every restart a store of its own.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return store, rank, size
 
 
 def _pick_device(config: Config) -> torch.device:
