@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config import OptimizerConfig
+from megadiff.optim.apex import apex_adamw, find_apex_adam
 from megadiff.optim.buckets import Buckets
 from megadiff.optim.groups import group_rule, update_rule
 from megadiff.optim.matrices import WholeMatrices
@@ -92,6 +93,7 @@ class Optimizer:
         self._ranges = [r for shard in self.shards for r in shard.ranges]
         self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
         self._alike = list(_alike(r for r in self._ranges if r.treatment.rule != "muon"))
+        self._apex = find_apex_adam() if config.adam_kernel == "apex" else None
         self._matrices = None
         if config.optimizer == "muon":
             self._matrices = WholeMatrices(
@@ -176,22 +178,38 @@ class Optimizer:
     def _adam(
         self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor
     ) -> None:
-        torch._fused_adamw_(
+        tensors = (
             [r.weights for r in ranges],
             [r.gradient for r in ranges],
             [r.state["exp_avg"] for r in ranges],
             [r.state["exp_avg_sq"] for r in ranges],
+        )
+        constants = {
+            "lr": lr,
+            "beta1": self.config.adam_beta1,
+            "beta2": self.config.adam_beta2,
+            "weight_decay": decay,
+            "eps": self.config.adam_eps,
+        }
+        if self._apex is not None and ranges[0].dtype == torch.float32:
+            apex_adamw(
+                self._apex,
+                tensors,
+                updates=self.updates,
+                divisor=divisor,
+                skipped=skipped,
+                **constants,
+            )
+            return
+        torch._fused_adamw_(
+            *tensors,
             [],
             [self.updates] * len(ranges),
-            lr=lr,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            weight_decay=decay,
-            eps=self.config.adam_eps,
             amsgrad=False,
             maximize=False,
             grad_scale=_kernel_scale(ranges, divisor),
             found_inf=skipped.float(),
+            **constants,
         )
 
     def _sgd(
