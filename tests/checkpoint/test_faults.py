@@ -202,8 +202,9 @@ def test_fifty_faults_under_torchrun(text, tmp_path, small_disk):
     seed = int(os.environ.get("FAULT_SEED", str(time.time_ns() % 10_000)))
     generator = random.Random(seed)
     steps = 100_000  # far more than will be reached
+    decay = ["--lr-decay-iters", "1000", "--lr-decay-style", "cosine"]
     flags = ["--save-interval", "3", "--async-save", "--keep-last-n-checkpoints", "4"]
-    flags += ["--lr-decay-iters", "1000", "--lr-decay-style", "cosine"]
+    flags += decay
     root = (small_disk or tmp_path) / "checkpoints"
     log = tmp_path / "log"
     paths = ["--save", str(root), "--load", str(root)]
@@ -228,8 +229,8 @@ def test_fifty_faults_under_torchrun(text, tmp_path, small_disk):
         training.process.wait(120)
     reached = losses(log)
     reference = tmp_path / "undisturbed"
-    argv = arguments(text, reference, max(reached), "--lr-decay-iters", "1000")
-    calm = Training(2, [*argv, "--lr-decay-style", "cosine"], tmp_path / "calm")
+    argv = arguments(text, reference, steps, "--exit-interval", str(max(reached)))
+    calm = Training(2, [*argv, *decay], tmp_path / "calm")
     assert calm.join(3600) == [0, 0]
     assert reached == losses(reference)
     assert len(happened) == rounds
