@@ -30,7 +30,7 @@ class HostBuffers:
         if self._memory.numel() >= size:
             return
         self.free()
-        self._memory = torch.empty(size, dtype=torch.uint8)
+        self._memory = torch.empty(size, dtype=torch.uint8).zero_()  # take the pages now
         if any(piece.data.is_cuda for piece in pieces):
             cuda: Any = torch.cuda.cudart()
             error = cuda.cudaHostRegister(self._memory.data_ptr(), size, 0)
