@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from megadiff.kernels import fla
-from megadiff.kernels.delta_rule import chunk_delta_rule, delta_rule
+from megadiff.kernels.delta_rule import delta_rule
+from megadiff.kernels.delta_rule_chunks import chunk_delta_rule
 from megadiff.kernels.delta_rule_reference import delta_rule_reference
 
 EXACT = 1e-12  # float64: some hundred roundings of 1e-16, on values of order one
