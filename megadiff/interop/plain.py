@@ -5,13 +5,18 @@ d = hidden / heads (so that q, k and v are twice as wide as the hidden state) an
 the hidden size with biases.
 """
 
+import pickle
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from megadiff.config import ModelConfig
-from megadiff.interop.weights import global_shapes
+from megadiff.config import Config, ModelConfig
+from megadiff.interop.checkpoint import global_shapes, write_checkpoint
+from megadiff.interop.tensors import InteropError, Progress, Report, deferred, silent
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.parameter import local_view, record_of
 
@@ -97,3 +102,31 @@ def load_plain_state_dict(model: Decoder, state: Mapping[str, Tensor]) -> None:
             whole = state[plain_name(section.name)]
             part = whole.narrow(record.dim, section.offset, section.length)
             local_view(parameter, section, record.dim).copy_(part)
+
+
+def import_plain(
+    file: str | Path,
+    root: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress = silent,
+) -> Report:
+    """Write the plain `state_dict` in `file` (.safetensors, or .pt) as a checkpoint in `root`."""
+    try:
+        if Path(file).suffix == ".safetensors":
+            state = load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise InteropError(f"{file}: no state_dict can be read from it ({error})") from None
+    try:
+        config = Config(model=plain_config(state))
+    except ValueError as error:
+        raise InteropError(f"{file}: {error}") from None
+    config.training.seq_length = config.model.max_position_embeddings or 1
+    names = {plain_name(name): name for name in global_shapes(config.model)}
+    tensors = {names.get(name, name): deferred(tensor) for name, tensor in state.items()}
+    if dtype is not None:
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    path = write_checkpoint(root, config, tensors, progress(len(tensors)))
+    return Report(path, ["the plain DiffTransformer"])

@@ -8,7 +8,7 @@ from torch import Tensor
 from megadiff.kernels.reference import wide
 
 # Llama 3.1 and 3.2 were trained on contexts of this length before their positions were stretched.
-_LLAMA3_CONTEXT = 8192
+LLAMA3_CONTEXT = 8192
 
 
 def rotary_frequencies(dim: int, base: float, scaling_factor: float | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def rotary_frequencies(dim: int, base: float, scaling_factor: float | None = Non
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if scaling_factor is None:
         return frequencies
-    turns = _LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # in the original context
+    turns = LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # in the original context
     kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling_factor)
 

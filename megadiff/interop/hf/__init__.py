@@ -1,0 +1,45 @@
+"""Exchange with Hugging Face transformers, which is needed for what runs there:
+
+    from megadiff.interop.hf import LlamaDiffAttention, replace_attention_layers
+
+Converting files (`tools/convert.py`) does not need it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megadiff.interop.hf.modeling_megadiff import (
+        LlamaDiffAttention,
+        MegadiffConfig,
+        MegadiffForCausalLM,
+    )
+    from megadiff.interop.hf.replace import replace_attention_layers
+
+_NEED_TRANSFORMERS = {
+    "LlamaDiffAttention": "modeling_megadiff",
+    "MegadiffConfig": "modeling_megadiff",
+    "MegadiffForCausalLM": "modeling_megadiff",
+    "replace_attention_layers": "replace",
+}
+
+__all__ = [
+    "LlamaDiffAttention",
+    "MegadiffConfig",
+    "MegadiffForCausalLM",
+    "replace_attention_layers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is asked for."""
+    if name not in _NEED_TRANSFORMERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        module = importlib.import_module(f"{__name__}.{_NEED_TRANSFORMERS[name]}")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("transformers"):
+            raise
+        raise ImportError(f"{name} needs transformers 5: pip install 'megadiff[hf]'") from error
+    return getattr(module, name)

@@ -1,0 +1,236 @@
+"""Our model's options and Hugging Face's config.json, both ways, and what either can not say.
+
+Three architectures: LlamaForCausalLM (standard attention), DiffLlamaForCausalLM (DIFF V1 as
+transformers has it) and MegadiffForCausalLM (any of our attention mixers; its code travels along).
+"""
+
+from typing import Any, Literal
+
+from megadiff.config import MIXER_SYMBOLS, ModelConfig, TokenMixer
+from megadiff.interop.tensors import InteropError
+from megadiff.kernels.rotary import LLAMA3_CONTEXT
+
+Architecture = Literal["llama", "diffllama", "megadiff"]
+
+CLASSES: dict[Architecture, str] = {
+    "llama": "LlamaForCausalLM",
+    "diffllama": "DiffLlamaForCausalLM",
+    "megadiff": "MegadiffForCausalLM",
+}
+_MIXERS = ("standard", "diff_v1", "diff_v2")  # that the modeling file has
+MODELING_FILE = "modeling_megadiff.py"
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": LLAMA3_CONTEXT,
+}
+
+
+def natural_architecture(m: ModelConfig) -> Architecture:
+    """Where the model's mixers are at home."""
+    homes: dict[str, Architecture] = {"standard": "llama", "diff_v1": "diffllama"}
+    (mixer, *others) = m.mixers
+    return "megadiff" if others else homes.get(mixer, "megadiff")
+
+
+def obstacles(m: ModelConfig, architecture: Architecture) -> list[str]:
+    """The options of the model that `architecture` can not represent."""
+    no = []
+    strange = m.mixers - set(_MIXERS)
+    if architecture == "llama":
+        strange = m.mixers - {"standard"}
+    elif architecture == "diffllama":
+        strange = m.mixers - {"diff_v1"}
+    no += [f"layers of {mixer}" for mixer in sorted(strange)]
+    if m.normalization != "RMSNorm":
+        no.append(f"--normalization {m.normalization}")
+    if not m.swiglu:
+        no.append("--no-swiglu")
+    if m.position_embedding_type == "learned_absolute":
+        no.append("--position-embedding-type learned_absolute")
+    if architecture != "megadiff" and m.position_embedding_type == "none":
+        no.append("--position-embedding-type none")
+    if architecture == "diffllama":
+        if m.mlp_bias:
+            no.append("--mlp-bias")
+        if m.diff_lambda_init is not None:
+            no.append(f"--diff-lambda-init {m.diff_lambda_init}")
+        if m.diff_lambda_per_head:
+            no.append("--diff-lambda-per-head")
+        if m.diff_head_norm == "none":
+            no.append("--diff-head-norm none")
+        if m.diff_value_width == "d":
+            no.append("--diff-value-width d")
+    return no
+
+
+def to_hf_config(
+    m: ModelConfig, architecture: Architecture, max_positions: int, dtype: str
+) -> dict[str, Any]:
+    """config.json of the model. Raises InteropError naming the options that it can not represent.
+
+    `dtype` is torch's name of the weights' type. Token ids (`bos_token_id`, ...) are None.
+    """
+    if no := obstacles(m, architecture):
+        hint = ""
+        if architecture != "megadiff" and not obstacles(m, "megadiff"):
+            hint = "; --architecture megadiff can, with a modeling file of its own"
+        raise InteropError(f"{CLASSES[architecture]} can not represent {', '.join(no)}{hint}")
+    v1 = architecture == "diffllama"
+    branches = 2 if v1 else 1  # DiffLlama counts branches as heads
+    rope: dict[str, Any] = {"rope_theta": m.rotary_base, "rope_type": "default"}
+    if m.use_rope_scaling:
+        rope |= _LLAMA3 | {"factor": m.rope_scaling_factor}
+    values: dict[str, Any] = {
+        "architectures": [CLASSES[architecture]],
+        "model_type": architecture,
+        "vocab_size": m.vocab_size,
+        "hidden_size": m.hidden_size,
+        "intermediate_size": m.ffn_size,
+        "num_hidden_layers": m.num_layers,
+        "num_attention_heads": branches * m.num_attention_heads,
+        "num_key_value_heads": branches * m.query_groups,
+        "head_dim": m.head_width("diff_v1" if v1 else "standard"),
+        "hidden_act": "silu",
+        "max_position_embeddings": m.max_position_embeddings or max_positions,
+        "initializer_range": m.init_method_std,
+        "rms_norm_eps": m.norm_epsilon,
+        "rope_parameters": rope,
+        "tie_word_embeddings": not m.untie_embeddings_and_output_weights,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": True,
+        "dtype": dtype,
+        "trained_rotary_interleaved": m.rotary_interleaved,
+    }
+    if not v1:
+        values["mlp_bias"] = m.mlp_bias
+    else:
+        values["lambda_std_dev"] = m.diff_lambda_std
+    if architecture == "megadiff":
+        module = MODELING_FILE.removesuffix(".py")
+        values |= {
+            "auto_map": {
+                "AutoConfig": f"{module}.MegadiffConfig",
+                "AutoModelForCausalLM": f"{module}.MegadiffForCausalLM",
+            },
+            "layer_mixers": [m.mixer_of_layer(layer) for layer in range(m.num_layers)],
+            "diff_v1_head_dim": m.head_width("diff_v1") if "diff_v1" in m.mixers else None,
+            "diff_value_width": m.diff_value_width,
+            "diff_head_norm": m.diff_head_norm,
+            "diff_lambda_per_head": m.diff_lambda_per_head,
+            "diff_lambda_init": m.diff_lambda_init,
+            "diff_lambda_std": m.diff_lambda_std,
+            "rotary": m.position_embedding_type == "rope",
+        }
+    return values
+
+
+def from_hf_config(values: dict[str, Any], source: str) -> tuple[Architecture, ModelConfig]:
+    """The architecture and options that a config.json describes.
+
+    Raises InteropError, beginning with `source`, naming what we can not represent.
+    """
+    kind = values.get("model_type")
+    if kind not in CLASSES:
+        raise InteropError(
+            f"{source}: model_type is {kind!r}; only {', '.join(CLASSES)} can be read"
+        )
+    architecture: Architecture = kind
+    no = []
+    if values.get("attention_bias"):
+        no.append("attention_bias")
+    if values.get("attention_dropout"):
+        no.append(f"attention_dropout {values['attention_dropout']}")
+    if values.get("hidden_act", "silu") != "silu":
+        no.append(f"hidden_act {values['hidden_act']!r}")
+    base, factor, rope_problems = _read_rope(values)
+    if no := no + rope_problems:
+        raise InteropError(f"{source}: {', '.join(no)} can not be represented")
+    try:
+        heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+        m = ModelConfig(
+            num_layers=int(values["num_hidden_layers"]),
+            hidden_size=hidden,
+            ffn_hidden_size=int(values["intermediate_size"]),
+            vocab_size=int(values["vocab_size"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InteropError(f"{source}: {error} is missing or no number") from None
+    groups = int(values.get("num_key_value_heads") or heads)
+    width = int(values.get("head_dim") or hidden // heads)
+    m.norm_epsilon = float(values.get("rms_norm_eps", 1e-5 if kind == "diffllama" else 1e-6))
+    m.rotary_base, m.rotary_interleaved = base, bool(values.get("trained_rotary_interleaved"))
+    m.use_rope_scaling = factor is not None
+    m.rope_scaling_factor = factor if factor is not None else m.rope_scaling_factor
+    m.untie_embeddings_and_output_weights = not values.get("tie_word_embeddings", False)
+    m.mlp_bias = bool(values.get("mlp_bias", False))
+    m.init_method_std = float(values.get("initializer_range", m.init_method_std))
+    m.num_attention_heads, m.num_query_groups, m.kv_channels = heads, groups, width
+    if kind == "llama":
+        m.token_mixer = "standard"
+    elif kind == "diffllama":
+        if heads % 2 or groups % 2:
+            raise InteropError(
+                f"{source}: {heads} heads and {groups} key/value heads form no pairs"
+            )
+        m.num_attention_heads, m.num_query_groups = heads // 2, groups // 2
+        m.token_mixer, m.diff_head_norm = "diff_v1", "no_weight"
+        m.diff_lambda_std = float(values.get("lambda_std_dev", 0.1))
+    else:
+        _read_megadiff(m, values, width, source)
+    return architecture, m
+
+
+def _read_megadiff(m: ModelConfig, values: dict[str, Any], width: int, source: str) -> None:
+    named = values.get("layer_mixers") or ["standard"] * m.num_layers
+    symbols = {mixer: symbol for symbol, mixer in MIXER_SYMBOLS.items() if mixer in _MIXERS}
+    if len(named) != m.num_layers or not set(named) <= symbols.keys():
+        raise InteropError(f"{source}: layer_mixers {named} do not fit {m.num_layers} layers")
+    pattern = "".join(symbols[mixer] for mixer in named)
+    mixers: list[TokenMixer] = [MIXER_SYMBOLS[symbol] for symbol in pattern]
+    if len(set(mixers)) == 1:
+        m.token_mixer = mixers[0]
+    else:
+        m.hybrid_layer_pattern = pattern
+    m.diff_value_width = values.get("diff_value_width", "2d")
+    m.diff_head_norm = values.get("diff_head_norm", "weight")
+    m.diff_lambda_per_head = bool(values.get("diff_lambda_per_head", False))
+    m.diff_lambda_init = values.get("diff_lambda_init")
+    m.diff_lambda_std = float(values.get("diff_lambda_std", 0.1))
+    m.position_embedding_type = "rope" if values.get("rotary", True) else "none"
+    widths: dict[str, int] = {"diff_v1": int(values.get("diff_v1_head_dim") or width)}
+    used = {widths.get(mixer, width) for mixer in mixers}
+    if len(used) == 1:
+        m.kv_channels = used.pop()
+        return
+    m.kv_channels = None  # half the width in V1 layers, if it is what we would choose
+    if any(m.head_width(mixer) != widths.get(mixer, width) for mixer in set(mixers)):
+        raise InteropError(
+            f"{source}: head_dim {width} and diff_v1_head_dim {widths['diff_v1']} can not both be "
+            f"represented with {m.num_attention_heads} heads of a hidden size of {m.hidden_size}"
+        )
+
+
+def _read_rope(values: dict[str, Any]) -> tuple[float, float | None, list[str]]:
+    """Base, Llama 3 factor and what can not be represented, in the spelling of any transformers."""
+    rope = dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    base = float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))
+    problems = []
+    if float(rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))) != 1:
+        problems.append("partial_rotary_factor")
+    if kind == "default":
+        return base, None, problems
+    if kind != "llama3":
+        return base, None, [*problems, f"rope_type {kind!r}"]
+    problems += [
+        f"{key} {rope.get(key)} (only {value})"
+        for key, value in _LLAMA3.items()
+        if key != "rope_type" and rope.get(key) != value
+    ]
+    return base, float(rope.get("factor", 8.0)), problems

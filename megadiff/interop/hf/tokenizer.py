@@ -1,0 +1,185 @@
+"""The tokenizer's files beside an exported model, and back."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadiff.config import DataConfig
+from megadiff.data.indexed_dataset import DataError
+from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_PROBES = (
+    "The quick brown fox, 12345 times.",
+    "  two  spaces\n\tand a tab ",
+    "na\u00efve caf\u00e9 \u65e5\u672c\u8a9e \u2603 \U0001f600 \ufb01 \u00bd",
+    "def f(x):\n    return x ** 2  # code",
+)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids for config.json; None where there is no such token."""
+
+    eos: int | None = None
+    bos: int | None = None
+    pad: int | None = None
+
+
+def write_tokenizer(
+    folder: Path, data: DataConfig, vocab_size: int | None
+) -> tuple[SpecialTokens, str]:
+    """Write the tokenizer of `data` into `folder` as Hugging Face reads it.
+
+    Returns its special tokens and what was done, in words: a tokenizer whose files are gone or that
+    has no form there which gives the same ids (tiktoken ranks, plain ids) is left out. Unlike ours,
+    Hugging Face's tokenizers take the names of special tokens in a text for the tokens.
+    """
+    kind = data.tokenizer_type
+    try:
+        tokenizer = build_tokenizer(
+            kind, data.tokenizer_model, data.vocab_file, data.merge_file, vocab_size
+        )
+    except DataError as error:
+        return SpecialTokens(), f"no tokenizer files ({error})"
+    tokens = SpecialTokens(tokenizer.eod, tokenizer.bos, tokenizer.pad)
+    if kind == "HuggingFaceTokenizer":
+        assert data.tokenizer_model is not None
+        copy_tokenizer(Path(data.tokenizer_model), folder)
+        return tokens, "the tokenizer's files"
+    for make in _FORMS.get(kind, ()):
+        made, special = make(tokenizer, data)
+        if all(
+            made.encode(p, add_special_tokens=False).ids == tokenizer.encode(p) for p in _PROBES
+        ):
+            made.add_special_tokens(sorted(set(special.values())))
+            made.save(str(folder / "tokenizer.json"))
+            config = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
+            text = json.dumps(config | {"clean_up_tokenization_spaces": False}, indent=2)
+            (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+            return tokens, f"the {kind} as tokenizer.json"
+    return tokens, f"no tokenizer files (no tokenizer.json gives the ids of this {kind})"
+
+
+def copy_tokenizer(source: Path, folder: Path) -> bool:
+    """Copy Hugging Face's tokenizer files from the folder `source`, or from beside the file."""
+    origin = source if source.is_dir() else source.parent
+    for name in FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+    if source.is_file() and source.name not in FILES:
+        shutil.copyfile(source, folder / "tokenizer.json")
+    return (folder / "tokenizer.json").is_file()
+
+
+def _gpt2(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers
+
+    assert data.vocab_file is not None and data.merge_file is not None
+    made = Fast(models.BPE.from_file(data.vocab_file, data.merge_file))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made, {"eos_token": "<|endoftext|>"} if tokenizer.eod is not None else {}
+
+
+def _bytes(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers
+
+    special = {"eos_token": "<|endoftext|>", "bos_token": "<|begin|>", "pad_token": "<|pad|>"}
+    vocabulary = {character: byte for byte, character in _byte_characters().items()}
+    vocabulary |= {name: 256 + number for number, name in enumerate(special.values())}
+    made = Fast(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made, special
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that byte-level tokenizers have for each byte."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {b: chr(b) for b in kept} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+def _sentencepiece_bpe(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
+    from tokenizers import models
+
+    pieces, scores, special, unknown = _pieces(tokenizer, data)
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [
+        (-scores[index], piece[:cut], piece[cut:])
+        for piece, index in vocabulary.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+    merges.sort(key=lambda merge: merge[0])
+    model = models.BPE(
+        vocabulary,
+        [(first, second) for _, first, second in merges],
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback="<0x00>" in vocabulary,
+    )
+    return _metaspace(model), special
+
+
+def _sentencepiece_unigram(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
+    from tokenizers import models
+
+    pieces, scores, special, unknown = _pieces(tokenizer, data)
+    model = models.Unigram(
+        list(zip(pieces, scores, strict=True)),
+        unk_id=pieces.index(unknown),
+        byte_fallback="<0x00>" in pieces,
+    )
+    return _metaspace(model), special
+
+
+def _pieces(
+    tokenizer: Tokenizer, data: DataConfig
+) -> tuple[list[str], list[float], dict[str, str], str]:
+    """Pieces and scores by id, the special tokens and the unknown piece."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=data.tokenizer_model)
+    ids = range(model.get_piece_size())
+    pieces = [model.id_to_piece(i) for i in ids]
+    named = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
+    special = {key: pieces[i] for key, i in named.items() if i is not None}
+    return pieces, [model.get_score(i) for i in ids], special, pieces[model.unk_id()]
+
+
+def _metaspace(model: Any) -> Any:
+    """SentencePiece's treatment of spaces, as in Llama's tokenizer.json."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, normalizers
+
+    made = Fast(model)
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+_Form = Callable[[Tokenizer, DataConfig], tuple[Any, dict[str, str]]]
+_SENTENCEPIECE = (_sentencepiece_bpe, _sentencepiece_unigram)
+_FORMS: dict[str, Iterable[_Form]] = {
+    "GPT2BPETokenizer": (_gpt2,),
+    "ByteTokenizer": (_bytes,),
+    "SentencePieceTokenizer": _SENTENCEPIECE,
+    "GPTSentencePieceTokenizer": _SENTENCEPIECE,
+    "Llama2Tokenizer": _SENTENCEPIECE,
+}
