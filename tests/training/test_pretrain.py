@@ -1,0 +1,172 @@
+"""Whole runs: the same on every split, repeatable, and resumed as if never interrupted."""
+
+from pathlib import Path
+
+import pytest
+
+from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.config import ConfigError
+from megadiff.data.indexed_dataset import DataError
+from tests.distributed import run_distributed
+from tests.training.small import flags, losses, read, train, write_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of a run on one process in float64."""
+    log = tmp_path_factory.mktemp("alone")
+    assert train(flags(data, "--fp64", "--log-dir", str(log))) == "finished"
+    return log
+
+
+def test_a_run_learns_and_its_log_says_so(alone: Path) -> None:
+    entries = read(alone)
+    train_losses = list(losses(alone).values())
+    assert train_losses[-1] < train_losses[0]
+    assert list(losses(alone, "validation")) == [3, 6]
+    assert [e["consumed_samples"] for e in entries if e["kind"] == "train"][-1] == 48
+    log = (alone / "log.txt").read_text()
+    assert "num_layers: 2" in log and "validation loss at iteration 6" in log
+    assert (alone / "config.yaml").read_text() in log
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (1, ["--micro-batch-size", "8"]),
+        (2, ["--tensor-model-parallel-size", "2", "--micro-batch-size", "4"]),
+        (2, ["--micro-batch-size", "1"]),
+        (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    ],
+)
+def test_every_split_and_micro_batch_trains_alike(
+    world: int, more: list[str], data: str, alone: Path, tmp_path: Path
+) -> None:
+    argv = flags(data, "--fp64", "--log-dir", str(tmp_path), *more)
+    if world == 1:
+        train(argv)
+    else:
+        run_distributed(world, train, argv)
+    for kind in ("train", "validation"):
+        assert losses(tmp_path, kind) == pytest.approx(losses(alone, kind), rel=1e-9)
+    norms = [
+        [e["grad_norm"] for e in read(log) if e["kind"] == "train"] for log in (tmp_path, alone)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+
+
+def test_two_runs_are_equal_bit_for_bit(data: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run_distributed(2, train, flags(data, "--log-dir", str(tmp_path / name)))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a", "validation") == losses(tmp_path / "b", "validation")
+
+
+SPLITS = {
+    "tensor": ["--tensor-model-parallel-size", "2"],
+    "data, sharded, in the background": ["--use-distributed-optimizer", "--async-save"],
+    "bfloat16": ["--tensor-model-parallel-size", "2", "--bf16"],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    split: str, data: str, tmp_path: Path
+) -> None:
+    argv = flags(data, *SPLITS[split])
+    run_distributed(2, train, [*argv, "--log-dir", str(tmp_path / "whole")])
+    parts = [*argv, "--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "parts")]
+    assert run_distributed(2, train, [*parts, "--exit-interval", "4"]) == ["exit interval"] * 2
+    assert max(losses(tmp_path / "parts")) == 4
+    run_distributed(2, train, [*parts, "--load", str(tmp_path / "saved")])
+    for kind in ("train", "validation"):
+        assert losses(tmp_path / "parts", kind) == losses(tmp_path / "whole", kind)
+
+
+def test_a_run_resumes_on_another_split(data: str, alone: Path, tmp_path: Path) -> None:
+    argv = flags(data, "--fp64", "--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path))
+    run_distributed(2, train, [*argv, "--tensor-model-parallel-size", "2", "--exit-interval", "2"])
+    argv += ["--load", str(tmp_path / "saved")]
+    sharded = ["--use-distributed-optimizer", "--exit-interval", "4"]
+    run_distributed(2, train, [*argv, *sharded])
+    train(argv)
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
+    text = (tmp_path / "log.txt").read_text()
+    assert "changed since: parallel.tensor_model_parallel_size 2 -> 1" in text
+
+
+def test_weights_alone_start_a_run_of_its_own(data: str, tmp_path: Path) -> None:
+    argv = flags(data, "--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "first"))
+    train(argv)
+    more = ["--load", str(tmp_path / "saved"), "--finetune", "--lr", "0.001", "--seed", "7"]
+    train(flags(data, "--log-dir", str(tmp_path / "second"), *more))
+    first, second = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert min(second) == 1
+    assert second[1] < first[1]
+
+
+def test_losses_do_not_hang_on_how_many_tokens_each_rank_has(data: str, tmp_path: Path) -> None:
+    """The mean is over the tokens of the global batch: a mean of ranks' means is another number."""
+    logs = [tmp_path / "one", tmp_path / "two"]
+    train(flags(data, "--fp64", "--log-dir", str(logs[0]), "--global-batch-size", "2"))
+    run = ["--fp64", "--log-dir", str(logs[1]), "--global-batch-size", "2"]
+    run_distributed(2, train, flags(data, *run, "--micro-batch-size", "1"))
+    assert losses(logs[1]) == pytest.approx(losses(logs[0]), rel=1e-9)
+
+
+class TestRefusals:
+    """What a user can mend is told in one line, before anything is written."""
+
+    def refused(self, error: type[Exception], words: str, argv: list[str]) -> None:
+        with pytest.raises(error, match=words):
+            train(argv)
+
+    def test_of_data_of_a_larger_vocabulary(self, data: str) -> None:
+        argv = flags(data, "--vocab-size", "30")
+        self.refused(DataError, "hold token 60, but the vocabulary has 31", argv)
+
+    def test_of_missing_data(self, tmp_path: Path) -> None:
+        self.refused(DataError, "no such dataset", flags(str(tmp_path / "nothing")))
+
+    def test_of_a_run_without_data(self) -> None:
+        argv = [f for f in flags("nothing") if f not in ("--data-path", "nothing")]
+        self.refused(ConfigError, "give --data-path", argv)
+
+    def test_of_an_unknown_vocabulary(self, data: str) -> None:
+        argv = [f for f in flags(data) if f not in ("--vocab-size", "60")]
+        self.refused(ConfigError, "vocabulary", argv)
+
+    def test_of_a_checkpoint_of_another_model(self, data: str, tmp_path: Path) -> None:
+        saved = str(tmp_path / "saved")
+        train(flags(data, "--save", saved, "--train-iters", "2"))
+        before = {p: p.read_bytes() for p in Path(saved).rglob("*") if p.is_file()}
+        argv = flags(data, "--train-iters", "2", "--load", saved, "--save", saved)
+        wrong = ["--num-layers", "3", "--token-mixer", "diff_v1"]
+        words = "num_layers is 2 in the checkpoint and 3 here; .*token_mixer is diff_v2"
+        self.refused(CheckpointError, words, [*argv, *wrong])
+        assert {p: p.read_bytes() for p in Path(saved).rglob("*") if p.is_file()} == before
+
+    def test_of_other_data_at_resume(self, data: str, tmp_path: Path) -> None:
+        saved = str(tmp_path / "saved")
+        train(flags(data, "--save", saved, "--train-iters", "2"))
+        other = write_data(tmp_path, seed=1)
+        argv = flags(other, "--train-iters", "2", "--load", saved)
+        self.refused(CheckpointError, "other data.*datasets was .* --finetune", argv)
+
+    def test_of_a_missing_checkpoint_where_one_is_a_must(self, data: str, tmp_path: Path) -> None:
+        argv = flags(data, "--load", str(tmp_path), "--exit-on-missing-checkpoint")
+        self.refused(CheckpointError, "there is no checkpoint", argv)
+
+    def test_of_a_log_directory_that_is_a_file(self, data: str, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        self.refused(ConfigError, "cannot log", flags(data, "--log-dir", str(tmp_path / "file")))
+
+    def test_of_a_save_directory_that_cannot_be_written(self, data: str, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        argv = flags(data, "--save", str(tmp_path / "file"))
+        self.refused(CheckpointError, "cannot save checkpoints in", argv)
