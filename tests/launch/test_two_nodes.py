@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.corpus import ROOT, iterations_logged, last_losses, make_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ITERATIONS = 80
 FLAGS = ["--train-iters", ITERATIONS, "--save-interval", 10, "--distributed-timeout-minutes", 1]
@@ -101,6 +101,7 @@ def test_a_lost_node(tmp_path, namespaces):
     kill(faulty[1])
     time.sleep(3)
     faulty[1] = start_node(namespaces[1], 1, own, logs[1])
-    assert [node.wait(timeout=300) for node in faulty] == [0, 0], logs[0].read_text()
+    # After a node was replaced, torchrun's agents wait five minutes for one another at the end.
+    assert [node.wait(timeout=500) for node in faulty] == [0, 0], logs[0].read_text()
     assert last_losses(tmp_path / "faulty") == expected
     assert "resumed from" in (tmp_path / "faulty" / "log.txt").read_text()
