@@ -7,6 +7,7 @@ from functools import partial
 
 from megadiff.data.inputs import Block
 
+_JSON = json.JSONDecoder()
 BOM = b"\xef\xbb\xbf"
 
 
@@ -93,7 +94,10 @@ def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
     if b"\0" in line:
         raise _Bad("NUL bytes", "a hole left by an interrupted copy, or UTF-16 text")
     try:
-        value = json.loads(_decode(line))
+        text = _decode(line)
+        value, end = _JSON.raw_decode(text)
+        if end != len(text):
+            raise _Bad("not JSON", f"more after the value at character {end}")
     except RecursionError:
         raise _Bad("not JSON", "nested too deeply to be read") from None
     except ValueError as error:

@@ -7,7 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
+
+from megadiff.data.indexed_dataset import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,6 +47,10 @@ def ordered_map(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process was killed, most likely for memory: use fewer --workers"
+        ) from None
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 

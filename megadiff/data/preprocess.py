@@ -151,23 +151,23 @@ def _encode(
     ids = iter(tokenizer.encode_batch([sequence for part in parts for sequence in part]))
     bos = np.array([tokenizer.bos] if settings.bos else [], dtype=dtype).tobytes()
     eod = np.array([tokenizer.eod] if settings.append_eod else [], dtype=dtype).tobytes()
-    tokens = bytearray()
-    lengths, counts = array("i"), array("i")
-    longest = 0
+    tokens: list[bytes] = []
+    lengths, longest = array("i"), 0
     for part in parts:
-        begin, before = len(tokens), len(lengths)
-        tokens += bos
-        end = begin
-        for _ in part:
-            tokens += np.asarray(next(ids), dtype=dtype).tobytes()
-            lengths.append((len(tokens) - end) // dtype.itemsize)
-            end = len(tokens)
-        tokens += eod
-        lengths[-1] += len(eod) // dtype.itemsize
-        counts.append(len(lengths) - before)
-        longest = max(longest, (len(tokens) - begin) // dtype.itemsize)
-    count = len(tokens) // dtype.itemsize
-    return Encoded(bytes(tokens), lengths.tobytes(), counts.tobytes(), count, longest)
+        sequences = [np.asarray(next(ids), dtype=dtype).tobytes() for _ in part]
+        sequences[0] = bos + sequences[0]
+        sequences[-1] += eod
+        sizes = [len(sequence) // dtype.itemsize for sequence in sequences]
+        tokens += sequences
+        lengths.extend(sizes)
+        longest = max(longest, sum(sizes))
+    return Encoded(
+        b"".join(tokens),
+        lengths.tobytes(),
+        array("i", map(len, parts)).tobytes(),
+        sum(lengths),
+        longest,
+    )
 
 
 def preprocess(settings: PreprocessSettings) -> Totals:
