@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from megadiff.config import MIXER_SYMBOLS, ModelConfig, TokenMixer
-from megadiff.interop.weights import InteropError, global_shapes
+from megadiff.interop.checkpoint import global_shapes
+from megadiff.interop.tensors import InteropError
 
 MODEL_TYPES: dict[TokenMixer, str] = {
     "delta_net": "delta_net",

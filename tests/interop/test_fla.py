@@ -8,7 +8,7 @@ import torch
 
 from megadiff.config import Config, ModelConfig, validate
 from megadiff.interop.fla import config_from_fla, export_weights, fla_config, import_weights
-from megadiff.interop.weights import InteropError
+from megadiff.interop.tensors import InteropError
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.parameter import initialize, local_view, record_of
 
