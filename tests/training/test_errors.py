@@ -1,0 +1,56 @@
+"""How a run ends: exit codes, and the reason on standard error."""
+
+import os
+from typing import NoReturn
+
+import pytest
+
+from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.config import ConfigError
+from megadiff.data.indexed_dataset import DataError
+from megadiff.training import errors
+
+
+class Exited(BaseException):
+    pass
+
+
+def end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int:
+    """The exit code of a run whose main raises `error`."""
+
+    def leave(code: int) -> NoReturn:
+        raise Exited(code)
+
+    def main(argv: list[str]) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(Exited) as exited:
+        errors.run(main, [])
+    return exited.value.args[0]
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError])
+def test_what_a_user_can_mend_is_one_line(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert end(monkeypatch, kind("--lr is missing")) == 2
+    assert capsys.readouterr().err == "error: --lr is missing\n"
+
+
+def test_anything_else_is_a_traceback_with_its_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert end(monkeypatch, ZeroDivisionError("by zero")) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("rank 3: Traceback") and "ZeroDivisionError: by zero" in text
+
+
+def test_a_run_that_returns_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end(monkeypatch, None) == 0
+
+
+def test_help_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end(monkeypatch, SystemExit(0)) == 0
