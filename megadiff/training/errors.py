@@ -11,6 +11,7 @@ from typing import NoReturn
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import ConfigError
 from megadiff.data.indexed_dataset import DataError
+from megadiff.parallel.failure import announce_failure
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError)
 """What a user can mend: told in one line, without a traceback."""
@@ -38,6 +39,8 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
         print(f"{where}{traceback.format_exc()}", file=sys.stderr, end="")
     sys.stdout.flush()
     sys.stderr.flush()
+    if code:
+        announce_failure()
     os._exit(code)
 
 

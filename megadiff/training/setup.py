@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megadiff.config import Config, ConfigError
+from megadiff.parallel.failure import end_when_others_fail
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
 
 
@@ -58,6 +59,7 @@ def start(config: Config) -> Environment:
             world_size=size,
             device_id=device if backend == "nccl" else None,
         )
+        end_when_others_fail()
     if dist.is_initialized():
         if dist.get_backend() == "gloo":
             control = dist.group.WORLD

@@ -1,0 +1,46 @@
+"""One rank fails, all end: also ranks that wait on a device for a message that will never come.
+
+A rank that fails leaves its number in the store that the ranks met at. A thread of every rank looks
+there, and ends its process a few seconds later; in between, a rank whose own collective failed
+tells so itself.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+_KEY = "megadiff/failed_rank"
+_PERIOD = 2.0  # seconds between looks
+_GRACE = 3.0  # seconds from seeing a failure to ending
+
+
+def announce_failure() -> None:
+    """Tell the other ranks that this one is about to end; does nothing for a single process."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # whoever holds the store may be gone already
+            _get_default_store().set(_KEY, str(dist.get_rank()))
+
+
+def end_when_others_fail() -> None:
+    """Watch for failures of other ranks from now on; call once, after the groups are made."""
+    store = _get_default_store().clone()  # a connection of its own: the main thread's may block
+    rank = dist.get_rank()
+
+    def watch() -> None:
+        while True:
+            time.sleep(_PERIOD)
+            try:
+                failed = int(store.get(_KEY)) if store.check([_KEY]) else None
+            except Exception:  # the launcher is gone, or the run is at its end
+                return
+            if failed is not None and failed != rank:
+                time.sleep(_GRACE)
+                print(f"rank {rank} ends because rank {failed} failed", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="failure watch", daemon=True).start()

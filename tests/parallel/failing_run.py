@@ -1,0 +1,40 @@
+"""Two ranks train until one of them fails; run by torchrun from `test_failure.py`.
+
+failing_run.py raise   rank 1 raises while rank 0 waits for it in a collective
+failing_run.py block   rank 1 raises while rank 0 waits for something that never ends
+failing_run.py hang    rank 1 stops answering
+"""
+
+import sys
+import time
+
+from megadiff.training.engine import NativeEngine
+from megadiff.training.errors import run
+from megadiff.training.setup import start
+from megadiff.training.stop import StopRequests
+from tests.parallel.parity import Cell, config_of, micro_batches_of
+
+
+def main(argv: list[str]) -> None:
+    (how,) = argv
+    cell = Cell(pipeline="2")
+    config = config_of(cell)
+    if how == "hang":
+        config.parallel.distributed_timeout_minutes = 0.05
+    env = start(config)
+    engine = NativeEngine(config, env)
+    with StopRequests.install(config.training):  # torchrun's signal alone does not end a rank
+        for step in range(3):
+            if step == 2 and env.mesh.rank == 1:
+                print(f"failing at {time.time():.2f}", flush=True)
+                if how == "hang":
+                    time.sleep(15)
+                raise RuntimeError("injected on rank 1")
+            while step == 2 and how == "block":
+                time.sleep(1)
+            engine.forward_backward(micro_batches_of(cell, step, 0), 50)
+            engine.step(0.01, 0.1)
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])
