@@ -28,7 +28,8 @@ def announce_failure() -> None:
 
 def end_when_others_fail() -> None:
     """Watch for failures of other ranks from now on; call once, after the groups are made."""
-    store = _get_default_store().clone()  # a connection of its own: the main thread's may block
+    # A connection of its own: the main thread may block in its.
+    store = _get_default_store().clone()  # type: ignore[attr-defined]
     rank = dist.get_rank()
 
     def watch() -> None:
