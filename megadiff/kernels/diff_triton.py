@@ -1,0 +1,505 @@
+"""The fused operator in Triton: tile shapes, launches, and the registration with torch.
+
+Runs wherever Triton runs (written for and measured on Hopper), and in Triton's CPU interpreter
+(`TRITON_INTERPRET=1`) for tests. Imported only when used: Triton is not a dependency.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megadiff.kernels import diff_backward, diff_forward
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys per block, warps, pipeline stages, heads that run side by side."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one shape is run. Measurements: docs/kernels.md."""
+
+    joint: bool  # forward: both branches at once
+    forward: Tile
+    split: bool  # backward: dK and dV in two kernels
+    dk: Tile  # of the one kernel, if not split
+    dv: Tile
+    dq: Tile
+
+
+def tiles_for(d: int, d_v: int, own_keys: bool) -> Tiles:
+    """Tile shapes by (padded) widths; what limits them are registers."""
+    if own_keys and d + d_v // 2 > 128:  # four accumulators of 128 columns
+        return Tiles(
+            joint=False,
+            forward=Tile(128, 128, 8, 2, 4),
+            split=True,
+            dk=Tile(32, 128, 8, 2, 4),
+            dv=Tile(64, 128, 8, 2, 4),
+            dq=Tile(128, 32, 8, 2, 8),
+        )
+    if d + d_v > 192:
+        return Tiles(
+            joint=True,
+            forward=Tile(64, 64, 4, 2, 8),
+            split=False,
+            dk=Tile(32, 128, 8, 2, 4),
+            dv=Tile(32, 128, 8, 2, 4),
+            dq=Tile(128, 32, 8, 2, 8),
+        )
+    return Tiles(
+        joint=True,
+        forward=Tile(64, 64, 4, 3, 8),
+        split=False,
+        dk=Tile(32, 128, 8, 3, 8),
+        dv=Tile(32, 128, 8, 3, 8),
+        dq=Tile(128, 64, 8, 3, 8),
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of one call besides q, k, v: visibility, lambda, epilogue."""
+
+    lam: Tensor
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    used: Tensor | None
+    max_q: int
+    max_k: int
+    left: int  # -1: no limit
+    right: int
+    scale: float
+    weight: Tensor | None
+    eps: float | None
+    out_scale: float
+    width: int  # of v before padding
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with all that it is called with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+    def run(self) -> None:
+        if math.prod(self.grid):
+            self.kernel[self.grid](
+                **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
+            )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as `[tokens, heads * width]` with a row pitch that the copy engine takes; copied if need be."""
+    heads, width = x.shape[-2:]
+    tokens = x.shape[:-2]
+    pitch = x.stride(-3)
+    regular = (
+        (x.stride(-1) == 1 or width == 1)
+        and (heads == 1 or x.stride(-2) == width)
+        and (len(tokens) == 1 or tokens[0] == 1 or x.stride(0) == tokens[1] * pitch)
+        and pitch >= heads * width
+        and pitch * x.element_size() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
+    if not regular:
+        x = x.contiguous()
+        pitch = heads * width
+    return x.as_strided((math.prod(tokens), heads * width), (pitch, 1))
+
+
+def _descriptor(rows: Tensor, block: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block, width])
+
+
+def _blocks(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+class _Plan:
+    """What all launches of one call share."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        self.call = call
+        self.pairs, self.groups, self.d, self.d_v = (
+            q.shape[-2] // 2,
+            v.shape[-2],
+            q.shape[-1],
+            v.shape[-1],
+        )
+        self.own_keys = k.shape[-2] != self.groups
+        self.tiles = tiles_for(self.d, self.d_v, self.own_keys)
+        self.packed = call.cu_q is not None
+        self.sequences = q.shape[0] if call.cu_q is None else call.cu_q.shape[0] - 1
+        self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
+        self.n_tokens = self.q.shape[0]
+
+    def common(self, tile: Tile, length: int, block: int, heads: int) -> tuple[Any, Any, Any]:
+        """Grid, arguments and constants that every attention kernel takes."""
+        call = self.call
+        blocks = _blocks(length, block)
+        arguments = {
+            "q_desc": _descriptor(self.q, tile.queries, self.d),
+            "k_desc": _descriptor(self.k, tile.keys, self.d),
+            "v_desc": _descriptor(self.v, tile.keys, self.d_v),
+            "lam": call.lam,
+            "cu_q": call.cu_q,
+            "cu_k": call.cu_k,
+            "used": call.used,
+            "n_q": call.max_q,
+            "n_k": call.max_k,
+            "n_tokens": self.n_tokens,
+            "blocks": blocks,
+            "n_sequences": self.sequences,
+            "pairs": self.pairs,
+            "groups": self.groups,
+            "left": call.left,
+            "right": call.right,
+            "qk_scale": call.scale * _LOG2E,
+        }
+        constants = {
+            "D": self.d,
+            "DV": self.d_v,
+            "BM": tile.queries,
+            "BN": tile.keys,
+            "GROUP": tile.group,
+            "OWN_KEYS": self.own_keys,
+            "PER_TOKEN": call.lam.dim() > 1,
+            "PER_HEAD": call.lam.dim() == 1,
+            "PACKED": self.packed,
+            "HAS_USED": call.used is not None,
+            "HAS_LEFT": call.left >= 0,
+            "HAS_RIGHT": call.right >= 0,
+            # a block can reach into another sequence, whose values must not be multiplied even by 0
+            "CLEAN": self.packed
+            or call.used is not None
+            or call.max_k % tile.keys != 0
+            or call.max_q % tile.queries != 0,
+        }
+        return (blocks * self.sequences * heads,), arguments, constants
+
+
+def forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    out: Tensor | None,
+    second: Tensor | None,
+    normed: Tensor | None,
+    lse: Tensor,
+    rstd: Tensor | None,
+    save: bool,
+) -> Launch:
+    plan = _Plan(q, k, v, call)
+    tile = plan.tiles.forward
+    grid, arguments, constants = plan.common(tile, call.max_q, tile.queries, plan.pairs)
+    arguments |= {
+        "out": out,
+        "second": second,
+        "normed": normed,
+        "lse": lse,
+        "rstd": rstd,
+        "weight": call.weight,
+        "width": float(call.width),
+        "eps": call.eps or 0.0,
+        "out_scale": call.out_scale,
+    }
+    constants |= {
+        "NORM": call.eps is not None,
+        "HAS_WEIGHT": call.weight is not None,
+        "SAVE": save,
+    }
+    kernel = diff_forward.forward_joint if plan.tiles.joint else diff_forward.forward_in_turn
+    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
+
+
+PREPROCESS_ROWS = 32
+
+
+def preprocess_launch(
+    dy: Tensor,
+    out: Tensor,
+    second: Tensor,
+    rstd: Tensor | None,
+    call: Call,
+    g: Tensor | None,
+    delta: Tensor,
+    dweight: Tensor | None,
+) -> Launch:
+    """dy, out and second: `[tokens, pairs, d_v]`, contiguous."""
+    tokens, pairs, d_v = out.shape
+    arguments = {
+        "dy": dy,
+        "out": out,
+        "second": second,
+        "rstd": rstd,
+        "lam": call.lam,
+        "weight": call.weight,
+        "g": g,
+        "delta": delta,
+        "dweight": dweight,
+        "n_tokens": tokens,
+        "pairs": pairs,
+        "width": float(call.width),
+        "out_scale": call.out_scale,
+    }
+    constants = {
+        "DV": d_v,
+        "ROWS": PREPROCESS_ROWS,
+        "PER_TOKEN": call.lam.dim() > 1,
+        "PER_HEAD": call.lam.dim() == 1,
+        "NORM": call.eps is not None,
+        "HAS_WEIGHT": call.weight is not None,
+    }
+    grid = (_blocks(tokens, PREPROCESS_ROWS), pairs)
+    return Launch(diff_backward.preprocess, grid, arguments, constants, 4, 1)
+
+
+def backward_launches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    g: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> list[Launch]:
+    plan = _Plan(q, k, v, call)
+    rows_g = _rows(g)
+    tiles = plan.tiles
+
+    def launch(kernel: Any, tile: Tile, queries: bool, outputs: dict, flags: dict) -> Launch:
+        if queries:
+            length, block, heads = call.max_q, tile.queries, plan.pairs
+        else:
+            length, block, heads = call.max_k, tile.keys, plan.groups
+        grid, arguments, constants = plan.common(tile, length, block, heads)
+        arguments |= {"g_desc": _descriptor(rows_g, tile.queries, plan.d_v)}
+        arguments |= {"lse": lse, "delta": delta, "scale": call.scale, **outputs}
+        return Launch(kernel, grid, arguments, constants | flags, tile.warps, tile.stages)
+
+    keys = diff_backward.backward_keys
+    outputs = {"dk_out": dk, "dv_out": dv}
+    if tiles.split:
+        for_keys = [
+            launch(keys, tiles.dv, False, outputs, {"WANT_DK": False, "WANT_DV": True}),
+            launch(keys, tiles.dk, False, outputs, {"WANT_DK": True, "WANT_DV": False}),
+        ]
+    else:
+        for_keys = [launch(keys, tiles.dk, False, outputs, {"WANT_DK": True, "WANT_DV": True})]
+    return [*for_keys, launch(diff_backward.backward_queries, tiles.dq, True, {"dq_out": dq}, {})]
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    lam: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    used: Tensor | None,
+    weight: Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    eps: float | None,
+    out_scale: float,
+    width: int,
+) -> Call:
+    def int32(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(torch.int32).contiguous()
+
+    if cu_q is None:
+        max_q, max_k = q.shape[1], k.shape[1]
+    return Call(
+        lam.detach().contiguous(),
+        int32(cu_q),
+        int32(cu_k),
+        int32(used),
+        max_q,
+        max_k,
+        left,
+        right,
+        scale,
+        None if weight is None else weight.detach().contiguous(),
+        eps,
+        out_scale,
+        width,
+    )
+
+
+@torch.library.custom_op("megadiff::diff_attention", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    weight: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    used: Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    eps: float | None,
+    out_scale: float,
+    width: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(y, O, O2, log-sum-exp, 1 / rms). O is y where there is no norm, and then empty here; all but y are
+    empty or arbitrary without `save`. lam is float32; widths are powers of two, at least 16."""
+    call = _call(
+        q, k, lam, cu_q, cu_k, used, weight, max_q, max_k, left, right, scale, eps, out_scale, width
+    )
+    y, out, second, lse, rstd = _forward_outputs(q, v, eps, save)
+    if cu_q is not None:  # rows after the last document are written by no program
+        for x in (y, out, second, rstd):
+            x.zero_()
+    forward_launch(
+        q,
+        k,
+        v,
+        call,
+        y if eps is None else out,
+        second,
+        y if eps is not None else None,
+        lse,
+        rstd,
+        save,
+    ).run()
+    return y, out, second, lse, rstd
+
+
+def _forward_outputs(
+    q: Tensor, v: Tensor, eps: float | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens, pairs = q.shape[:-2], q.shape[-2] // 2
+    shape = (*tokens, pairs, v.shape[-1])
+    in_turn = not tiles_for(q.shape[-1], v.shape[-1], True).joint  # uses `second` to work in
+    return (
+        q.new_empty(shape),
+        q.new_empty(shape if eps is not None and save else (0,)),
+        q.new_empty(shape if save or in_turn else (0,)),
+        q.new_empty((2 * pairs, math.prod(tokens)), dtype=torch.float32),
+        q.new_empty(
+            (pairs, math.prod(tokens)) if eps is not None and save else (0,), dtype=torch.float32
+        ),
+    )
+
+
+@forward_op.register_fake
+def _(q, k, v, lam, weight, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale, width, save):  # fmt: skip
+    return _forward_outputs(q, v, eps, save)
+
+
+@torch.library.custom_op("megadiff::diff_attention_backward", mutates_args=())
+def backward_op(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    weight: Tensor | None,
+    out: Tensor,
+    second: Tensor,
+    lse: Tensor,
+    rstd: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    used: Tensor | None,
+    max_q: int,
+    max_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    eps: float | None,
+    out_scale: float,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, lam and weight (empty if there is none)."""
+    call = _call(
+        q, k, lam, cu_q, cu_k, used, weight, max_q, max_k, left, right, scale, eps, out_scale, width
+    )
+    pairs, d_v = out.shape[-2:]
+    dy, out, second = (x.contiguous().view(-1, pairs, d_v) for x in (dy, out, second))
+    tokens = out.shape[0]
+    delta = torch.empty_like(lse)
+    g = None if eps is None else torch.empty_like(out)
+    partial = None
+    if weight is not None:
+        blocks = _blocks(tokens, PREPROCESS_ROWS)
+        partial = dy.new_empty((blocks * pairs, d_v), dtype=torch.float32)
+    preprocess_launch(dy, out, second, rstd, call, g, delta, partial).run()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if cu_q is not None:
+        for x in (dq, dk, dv):
+            x.zero_()
+    g = dy if g is None else g
+    for launch in backward_launches(q, k, v, call, g, lse, delta, dq, dk, dv):
+        launch.run()
+    d2 = delta[1::2]
+    if lam.dim() == 0:
+        dlam = -d2.sum()
+    elif lam.dim() == 1:
+        dlam = -d2.sum(1)
+    else:
+        dlam = -d2.t().reshape(lam.shape).contiguous()
+    dweight = partial.sum(0).to(dy.dtype) if partial is not None else dy.new_empty(0)
+    if weight is not None:
+        dweight = dweight.to(weight.dtype)
+    return dq, dk, dv, dlam, dweight
+
+
+@backward_op.register_fake
+def _(dy, q, k, v, lam, weight, out, second, lse, rstd, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale, width):  # fmt: skip
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dweight = dy.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return dq, dk, dv, lam.new_empty(lam.shape), dweight
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, lam, weight, cu_q, cu_k, used, *numbers, _save = inputs
+    y, out, second, lse, rstd = output
+    eps = numbers[5]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        q, k, v, lam, weight, y if eps is None else out, second, lse, rstd, cu_q, cu_k, used
+    )
+    ctx.numbers = numbers
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_unused: Tensor | None) -> tuple:
+    if dy is None:
+        return (None,) * 17
+    grads = backward_op(dy, *ctx.saved_tensors, *ctx.numbers)
+    dq, dk, dv, dlam, dweight = grads
+    return dq, dk, dv, dlam, (dweight if ctx.saved_tensors[4] is not None else None), *[None] * 12
+
+
+forward_op.register_autograd(_backward, setup_context=_setup_context)
