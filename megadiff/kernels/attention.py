@@ -1,14 +1,83 @@
 """The attention operators: arguments, checks, choice of a backend, epilogue."""
 
+import functools
+import logging
+import os
+from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megadiff.kernels import reference, sdpa
-from megadiff.kernels.geometry import make_geometry
+from megadiff.kernels.geometry import Geometry, make_geometry
 from megadiff.kernels.norm import rms_norm
 
-Backend = Literal["auto", "reference", "sdpa"]
+Backend = Literal["auto", "reference", "sdpa", "triton"]
+
+_log = logging.getLogger(__name__)
+
+
+@torch.compiler.assume_constant_result
+def _why_no_triton(device: str, capability: tuple[int, int]) -> str | None:
+    """What keeps Triton kernels from running on a device, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are on the CPU"
+    if device == "cuda" and capability < (8, 0):
+        return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None if device in ("cpu", "cuda") else f"the tensors are on {device}"
+
+
+def _why_not_triton(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    """Why the fused kernel cannot serve a call, or None if it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] > 128 or v.shape[-1] > 256:
+        return f"head widths {q.shape[-1]} and {v.shape[-1]} exceed 128 (q, k) and 256 (v)"
+    if scale <= 0:
+        return f"the softmax scale {scale} is not positive"
+    if 0 in (q.numel(), k.numel(), v.numel()):
+        return "a tensor is empty"
+    device = q.device.type
+    return _why_no_triton(
+        device, torch.cuda.get_device_capability(q.device) if device == "cuda" else (0, 0)
+    )
+
+
+def _why_not_sdpa(q: Tensor, needs_grad: bool, deterministic: bool) -> str | None:
+    if deterministic and needs_grad and q.device.type == "cuda":
+        return "the backward of torch's CUDA kernels is not deterministic"
+    return None
+
+
+@functools.cache
+def _say_once(operator: str, backend: str, reason: str) -> None:
+    _log.info("%s runs on backend %s%s", operator, backend, f": {reason}" if reason else "")
+
+
+def _choose(
+    backend: str, geometry: Geometry, needs_grad: bool, no_triton: str | None, no_sdpa: str | None
+) -> str:
+    """The backend that runs; a named one that cannot serve the call is refused with the reason."""
+    if backend == "auto":
+        chosen, reason = "triton", ""
+        if no_triton is not None:
+            chosen, reason = "sdpa", f"triton is not possible, {no_triton}"
+        elif not needs_grad and no_sdpa is None and (geometry.max_seqlen_q or 0) <= 16:
+            chosen, reason = "sdpa", "with few queries torch's kernels divide the keys"
+        if chosen == "sdpa" and no_sdpa is not None:
+            chosen, reason = "reference", f"{reason}; sdpa is not possible, {no_sdpa}"
+        if not torch.compiler.is_compiling():
+            _say_once("diff_attention", chosen, reason)
+        return chosen
+    why_not = {"triton": no_triton, "sdpa": no_sdpa, "reference": None}
+    if backend not in why_not:
+        raise ValueError(f"unknown backend {backend!r}; known: auto, {', '.join(why_not)}")
+    if why_not[backend] is not None:
+        raise ValueError(f"backend {backend!r} cannot serve this call: {why_not[backend]}")
+    return backend
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -67,6 +136,10 @@ def attention(
         seqused_k=seqused_k,
     )
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    if backend not in ("auto", "reference", "sdpa"):
+        raise ValueError(
+            f"backend {backend!r} does not serve attention; known: auto, reference, sdpa"
+        )
     run = reference.attention if backend == "reference" else sdpa.attention
     return run(q, k, v, scale, geometry).to(q.dtype)
 
@@ -114,7 +187,8 @@ def diff_attention(
         RMS-normalised over d_v, times
             norm_weight `[d_v]` if given, times out_scale if given.
         deterministic: two runs are equal bit for bit.
-        backend: "auto", or "reference" (holds the maps), "sdpa" (torch's kernels).
+        backend: "auto", or "reference" (holds the maps), "sdpa" (torch's kernels), "triton" (fused;
+            bfloat16 and float16, d up to 128, d_v up to 256).
 
     Returns:
         `[batch, seq, h, d_v]` (packed: `[tokens, h, d_v]`) in q's dtype; exactly 0 before the norm,
@@ -146,7 +220,22 @@ def diff_attention(
         seqused_k=seqused_k,
     )
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    run = reference.diff_attention if backend == "reference" else sdpa.diff_attention
+    tensors = [x for x in (q, k, v, lam, norm_weight) if x is not None]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    chosen = _choose(
+        backend,
+        geometry,
+        needs_grad,
+        _why_not_triton(q, k, v, scale),
+        _why_not_sdpa(q, needs_grad, deterministic),
+    )
+    if chosen == "triton":
+        from megadiff.kernels import diff_triton  # needs Triton, which is optional
+
+        return diff_triton.diff_attention(
+            q, k, v, lam, scale, geometry, norm_weight, norm_eps, out_scale, save=needs_grad
+        )
+    run = reference.diff_attention if chosen == "reference" else sdpa.diff_attention
     out = run(q, k, v, lam, scale, geometry)
     if norm_eps is not None:
         out = rms_norm(out, norm_weight, norm_eps)

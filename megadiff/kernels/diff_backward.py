@@ -1,16 +1,18 @@
-"""Triton backward kernels of differential attention, without atomic additions: equal bit for bit on every run.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportUnboundVariable=false
+# (Triton kernels are compiled by Triton, whose types pyright does not know)
+"""Triton backward kernels of differential attention, without atomic additions: equal bit for bit on
+every run.
 
-With G the gradient of the difference O = O1 - lam O2 (arXiv 2410.05258, eq. 1), P the maps, and D_b the row
-sums of G * O_b:
+With G the gradient of the difference O = O1 - lam O2 (arXiv 2410.05258, eq. 1), P the maps, and D_b
+the row sums of G * O_b:
 
     dP = G V^T              dS1 = P1 * (dP - D1)         dS2 = -lam P2 * (dP - D2)
     dV = (P1 - lam P2)^T G  dQ_b = scale dS_b K_b        dK_b = scale dS_b^T Q_b        dlam = -D2
 
-`preprocess` makes G (through the norm, if there is one), D1 and D2. `backward_keys` makes dK and dV of one block
-of keys, summed over the pairs of the group; `backward_queries` makes dQ of one block of queries. Products are
-formed with the operand that comes from registers untransposed: Triton 3.4 to 3.7.0 miscompiles the
-transposed one on Hopper at some shapes.
-"""
+`preprocess` makes G (through the norm, if there is one), D1 and D2. `backward_keys` makes dK and dV
+of one block of keys, summed over the pairs of the group; `backward_queries` makes dQ of one block
+of queries. Products are formed with the operand that comes from registers untransposed: Triton 3.4
+to 3.7.0 miscompiles the transposed one on Hopper at some shapes."""
 
 import triton
 import triton.language as tl
@@ -20,38 +22,43 @@ from megadiff.kernels.diff_common import (
     query_range,
     schedule,
     sequence,
+    statistics_start,
     visible,
     zero_rows_outside,
 )
 from megadiff.kernels.diff_forward import load_lambda
 
-_INTEGERS = ["n_q", "n_k", "n_tokens", "left", "right", "blocks"]
+_INTEGERS = ["n_q", "n_k", "left", "right", "blocks"]
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=["n_q", "n_tokens", "pitch", "blocks"])
 def preprocess(
-    dy, out, second, rstd, lam, weight, g, delta, dweight, n_tokens, pairs, width, out_scale,
-    DV: tl.constexpr, ROWS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    dy, out, second, rstd, lam, weight, cu_q, g, delta, dlam, dweight, n_q, n_tokens, pitch, blocks,
+    pairs, width, out_scale, DV: tl.constexpr, ROWS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    PER_HEAD: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """G in the activations' type, delta = (D1, D2) from that rounded G, and partial sums of dweight.
+    """G in the activations' type, delta = (D1, D2) from that rounded G, dlam, partial sums of
+    dweight.
 
-    With y = O r w c, r = (mean(O^2) + eps)^-1/2: G = r (u - O r^2 mean(u * O)) where u = dy w c.
-    """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = tl.program_id(1)
+    delta: `[pairs, 2, pitch]`, or with a lambda per token `[pairs, 3, pitch]`, -lambda in the last
+    row. With y = O r w c, r = (mean(O^2) + eps)^-1/2: G = r (u - O r^2 mean(u * O)) where u = dy w
+    c."""
+    pair = tl.program_id(0) // blocks % pairs
+    index = tl.program_id(0) // blocks // pairs
+    q_start, n_q, _k, _n, _used = sequence(index, cu_q, cu_q, cu_q, n_q, n_q, PACKED, False)
+    begin = tl.program_id(0) % blocks * ROWS
+    rows = q_start + begin + tl.arange(0, ROWS)
     columns = tl.arange(0, DV)
-    inside = rows < n_tokens
+    inside = rows < q_start + n_q
     at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + columns[None, :]
     grad = tl.load(dy + at, mask=inside[:, None], other=0.0)
     o = tl.load(out + at, mask=inside[:, None], other=0.0).to(tl.float32)
     if NORM:
-        r = tl.load(rstd + pair.to(tl.int64) * n_tokens + rows, mask=inside, other=0.0)
+        r = tl.load(rstd + pair * n_tokens.to(tl.int64) + rows, mask=inside, other=0.0)
         u = grad.to(tl.float32) * out_scale
         if HAS_WEIGHT:
-            partial = tl.sum(u * o * r[:, None], 0)
-            slot = tl.program_id(0) * pairs + pair
-            tl.store(dweight + slot.to(tl.int64) * DV + columns, partial)
+            to = dweight + tl.program_id(0).to(tl.int64) * DV + columns
+            tl.store(to, tl.sum(u * o * r[:, None], 0))
             u = u * tl.load(weight + columns).to(tl.float32)[None, :]
         mean = tl.sum(u * o, 1) / width
         grad = (r[:, None] * (u - o * (r * r * mean)[:, None])).to(g.dtype.element_ty)
@@ -59,87 +66,86 @@ def preprocess(
     grad = grad.to(tl.float32)
     o2 = tl.load(second + at, mask=inside[:, None], other=0.0).to(tl.float32)
     d2 = tl.sum(grad * o2, 1)
+    tl.store(dlam + rows.to(tl.int64) * pairs + pair, -d2, mask=inside)
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)
-    first = delta + (2 * pair).to(tl.int64) * n_tokens + rows
-    tl.store(first, tl.sum(grad * o, 1) + this * d2, mask=inside)
-    tl.store(first + n_tokens, d2, mask=inside)
+    row_count: tl.constexpr = 3 if PER_TOKEN else 2
+    to = delta + row_count * pair * pitch.to(tl.int64) + statistics_start(q_start, index) + begin
+    to += tl.arange(0, ROWS)
+    tl.store(to, tl.sum(grad * o, 1) + this * d2, mask=inside)
+    tl.store(to + pitch, d2, mask=inside)
+    if PER_TOKEN:
+        tl.store(to + 2 * pitch, -this, mask=inside)
 
 
 @triton.jit
 def _keys_range(
-    dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse, delta, lam, head_lam, q_start, n_q, pair, pairs, n_tokens,
-    begin, end, shift, keys, in_use, left, right, qk_scale, BM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, MASK: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr, WANT_DK: tl.constexpr,
-    WANT_DV: tl.constexpr,
+    dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse_desc, delta_desc, head_lam, q_start, statistics,
+    n_q, pair, begin, end, shift, keys, in_use, left, right, qk_scale, BM: tl.constexpr, D:
+    tl.constexpr, DV: tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, MASK:
+    tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr, WANT_DK:
+    tl.constexpr, WANT_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries [begin, end) of one pair give; tiles are `[keys, queries]`."""
-    first = 2 * pair * n_tokens.to(tl.int64) + q_start
+    row_count: tl.constexpr = 3 if PER_TOKEN else 2
     for i in tl.range(begin, end, BM):
+        at = q_start + i
+        stat = statistics + i
+        q1 = q_desc.load([at, 2 * pair * D])
+        q2 = q_desc.load([at, (2 * pair + 1) * D])
+        g = g_desc.load([at, pair * DV])
         rows = i + tl.arange(0, BM)
-        q1 = q_desc.load([q_start + i, 2 * pair * D])
-        q2 = q_desc.load([q_start + i, (2 * pair + 1) * D])
-        g = g_desc.load([q_start + i, pair * DV])
-        at = first + rows
-        factor = -head_lam
         if MASK:
-            inside = rows < n_q
-            lse1 = tl.load(lse + at, mask=inside, other=float("inf"))
-            lse2 = tl.load(lse + n_tokens + at, mask=inside, other=float("inf"))
-            if PER_TOKEN:
-                factor = -tl.load(lam + (q_start + rows).to(tl.int64) * pairs + pair, mask=inside, other=0.0)[None, :]
+            mask = visible(
+                (rows + shift)[None, :], keys[:, None], in_use, left, right, HAS_LEFT, HAS_RIGHT
+            )
+            mask &= (rows < n_q)[None, :]
             if CLEAN:
                 q1 = zero_rows_outside(q1, rows, n_q)
                 q2 = zero_rows_outside(q2, rows, n_q)
                 g = zero_rows_outside(g, rows, n_q)
+        p1 = tl.math.exp2(tl.dot(k1, q1.T) * qk_scale - lse_desc.load([2 * pair, stat]))
+        p2 = tl.math.exp2(tl.dot(k2, q2.T) * qk_scale - lse_desc.load([2 * pair + 1, stat]))
+        if PER_TOKEN:
+            p2 = p2 * delta_desc.load([row_count * pair + 2, stat])
         else:
-            lse1 = tl.load(lse + at)
-            lse2 = tl.load(lse + n_tokens + at)
-            if PER_TOKEN:
-                factor = -tl.load(lam + (q_start + rows).to(tl.int64) * pairs + pair)[None, :]
-        p1 = tl.math.exp2(tl.dot(k1, q1.T) * qk_scale - lse1[None, :])
-        p2 = tl.math.exp2(tl.dot(k2, q2.T) * qk_scale - lse2[None, :])
+            p2 = p2 * -head_lam
         if MASK:
-            mask = visible((rows + shift)[None, :], keys[:, None], in_use, left, right, HAS_LEFT, HAS_RIGHT)
-            mask &= inside[None, :]
             p1 = tl.where(mask, p1, 0.0)
             p2 = tl.where(mask, p2, 0.0)
-        p2 = p2 * factor
         if WANT_DV:
             dv = tl.dot((p1 + p2).to(g.dtype), g, dv)
         if WANT_DK:
             dp = tl.dot(v, g.T)
-            if MASK:
-                d1 = tl.load(delta + at, mask=inside, other=0.0)
-                d2 = tl.load(delta + n_tokens + at, mask=inside, other=0.0)
-            else:
-                d1 = tl.load(delta + at)
-                d2 = tl.load(delta + n_tokens + at)
-            ds1 = (p1 * (dp - d1[None, :])).to(q1.dtype)
-            dk1 = tl.dot(ds1, q1, dk1)
-            ds2 = (p2 * (dp - d2[None, :])).to(q2.dtype)
+            ds1 = p1 * (dp - delta_desc.load([row_count * pair, stat]))
+            ds2 = p2 * (dp - delta_desc.load([row_count * pair + 1, stat]))
+            if MASK:  # delta of a row outside may be anything
+                ds1 = tl.where(mask, ds1, 0.0)
+                ds2 = tl.where(mask, ds2, 0.0)
+            dk1 = tl.dot(ds1.to(q1.dtype), q1, dk1)
             if OWN_KEYS:
-                dk2 = tl.dot(ds2, q2, dk2)
+                dk2 = tl.dot(ds2.to(q2.dtype), q2, dk2)
             else:
-                dk1 = tl.dot(ds2, q2, dk1)
+                dk1 = tl.dot(ds2.to(q2.dtype), q2, dk1)
     return dk1, dk2, dv
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def backward_keys(
-    q_desc, k_desc, v_desc, g_desc, dk_out, dv_out, lse, delta, lam, cu_q, cu_k, used, n_q, n_k, n_tokens,
-    blocks, n_sequences, pairs, groups, left, right, qk_scale, scale,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr,
-    HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, dk_out, dv_out, lam, cu_q, cu_k, used,
+    n_q, n_k, blocks, n_sequences, pairs, groups, left, right, qk_scale, scale, D: tl.constexpr, DV:
+    tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, OWN_KEYS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr, WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (or one of them) of one block of keys of one group, over all pairs of the group."""
     block, z = schedule(tl.program_id(0), blocks, n_sequences * groups, GROUP, False)
     group = z % groups
+    index = z // groups
     q_start, n_q, k_start, n_k, in_use = sequence(
-        z // groups, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
+        index, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
     )
+    statistics = statistics_start(q_start, index)
     begin = block * BN
     if begin >= n_k:
         return
@@ -169,20 +175,20 @@ def backward_keys(
         elif not PER_TOKEN:
             head_lam = tl.load(lam)
         dk1, dk2, dv = _keys_range(
-            dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse, delta, lam, head_lam, q_start, n_q, pair, pairs,
-            n_tokens, low, full_low, shift, keys, in_use, left, right, qk_scale, BM, D, DV, OWN_KEYS,
-            PER_TOKEN, True, HAS_LEFT, HAS_RIGHT, CLEAN, WANT_DK, WANT_DV,
+            dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse_desc, delta_desc, head_lam, q_start,
+            statistics, n_q, pair, low, full_low, shift, keys, in_use, left, right, qk_scale, BM, D,
+            DV, OWN_KEYS, PER_TOKEN, True, HAS_LEFT, HAS_RIGHT, CLEAN, WANT_DK, WANT_DV,
         )  # fmt: skip
         dk1, dk2, dv = _keys_range(
-            dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse, delta, lam, head_lam, q_start, n_q, pair, pairs,
-            n_tokens, full_low, full_high, shift, keys, in_use, left, right, qk_scale, BM, D, DV, OWN_KEYS,
-            PER_TOKEN, False, HAS_LEFT, HAS_RIGHT, CLEAN, WANT_DK, WANT_DV,
+            dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse_desc, delta_desc, head_lam, q_start,
+            statistics, n_q, pair, full_low, full_high, shift, keys, in_use, left, right, qk_scale,
+            BM, D, DV, OWN_KEYS, PER_TOKEN, False, HAS_LEFT, HAS_RIGHT, CLEAN, WANT_DK, WANT_DV,
         )  # fmt: skip
         # what remains is a tail of queries, a window's edge, or a block that holds unused keys
         dk1, dk2, dv = _keys_range(
-            dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse, delta, lam, head_lam, q_start, n_q, pair, pairs,
-            n_tokens, full_high, high, shift, keys, in_use, left, right, qk_scale, BM, D, DV, OWN_KEYS,
-            PER_TOKEN, True, HAS_LEFT, HAS_RIGHT, CLEAN, WANT_DK, WANT_DV,
+            dk1, dk2, dv, k1, k2, v, q_desc, g_desc, lse_desc, delta_desc, head_lam, q_start,
+            statistics, n_q, pair, full_high, high, shift, keys, in_use, left, right, qk_scale, BM,
+            D, DV, OWN_KEYS, PER_TOKEN, True, HAS_LEFT, HAS_RIGHT, CLEAN, WANT_DK, WANT_DV,
         )  # fmt: skip
     inside = (keys < n_k)[:, None]
     token = (k_start + keys).to(tl.int64)[:, None]
@@ -199,9 +205,9 @@ def backward_keys(
 
 @triton.jit
 def _queries_range(
-    dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, row, k1_col, k2_col, v_col, begin, end, position,
-    in_use, left, right, qk_scale, BN: tl.constexpr, OWN_KEYS: tl.constexpr, MASK: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
+    dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, row, k1_col, k2_col, v_col, begin, end,
+    position, in_use, left, right, qk_scale, BN: tl.constexpr, OWN_KEYS: tl.constexpr, MASK:
+    tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     for j in tl.range(begin, end, BN):
         k1 = k_desc.load([row + j, k1_col])
@@ -221,7 +227,9 @@ def _queries_range(
         p2 = tl.math.exp2(tl.dot(q2, k2.T) * qk_scale - lse2[:, None])
         dp = tl.dot(g, v.T)
         if MASK:
-            mask = visible(position[:, None], keys[None, :], in_use, left, right, HAS_LEFT, HAS_RIGHT)
+            mask = visible(
+                position[:, None], keys[None, :], in_use, left, right, HAS_LEFT, HAS_RIGHT
+            )
             p1 = tl.where(mask, p1, 0.0)
             p2 = tl.where(mask, p2, 0.0)
         dq1 = tl.dot((p1 * (dp - d1[:, None])).to(k1.dtype), k1, dq1)
@@ -229,20 +237,21 @@ def _queries_range(
     return dq1, dq2
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=[*_INTEGERS, "pitch"])
 def backward_queries(
-    q_desc, k_desc, v_desc, g_desc, dq_out, lse, delta, lam, cu_q, cu_k, used, n_q, n_k, n_tokens, blocks,
-    n_sequences, pairs, groups, left, right, qk_scale, scale,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr,
-    HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
+    q_desc, k_desc, v_desc, g_desc, dq_out, lse, delta, lam, cu_q, cu_k, used, n_q, n_k, pitch,
+    blocks, n_sequences, pairs, groups, left, right, qk_scale, scale, D: tl.constexpr, DV:
+    tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, OWN_KEYS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """dQ of both branches of one pair for one block of queries."""
     block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
     pair = z % pairs
     group = pair // (pairs // groups)
+    index = z // pairs
     q_start, n_q, k_start, n_k, in_use = sequence(
-        z // pairs, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
+        index, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
     )
     begin = block * BM
     if begin >= n_q:
@@ -262,25 +271,31 @@ def backward_queries(
     q1 = q_desc.load([q_start + begin, 2 * pair * D])
     q2 = q_desc.load([q_start + begin, (2 * pair + 1) * D])
     g = g_desc.load([q_start + begin, pair * DV])
-    at = (2 * pair).to(tl.int64) * n_tokens + rows
+    row_count: tl.constexpr = 3 if PER_TOKEN else 2
+    stat = statistics_start(q_start, index) + begin + tl.arange(0, BM)
+    at = 2 * pair * pitch.to(tl.int64) + stat
     lse1 = tl.load(lse + at, mask=inside, other=float("inf"))
-    lse2 = tl.load(lse + n_tokens + at, mask=inside, other=float("inf"))
+    lse2 = tl.load(lse + pitch + at, mask=inside, other=float("inf"))
+    at = row_count * pair * pitch.to(tl.int64) + stat
     d1 = tl.load(delta + at, mask=inside, other=0.0)
-    d2 = tl.load(delta + n_tokens + at, mask=inside, other=0.0)
+    d2 = tl.load(delta + pitch + at, mask=inside, other=0.0)
     dq1 = tl.zeros([BM, D], tl.float32)
     dq2 = tl.zeros([BM, D], tl.float32)
     if HAS_LEFT:
         dq1, dq2 = _queries_range(
-            dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, k_start, k1_col, k2_col, v_col, low,
-            full_low, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True, HAS_LEFT, HAS_RIGHT, CLEAN,
+            dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, k_start, k1_col, k2_col, v_col,
+            low, full_low, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True, HAS_LEFT,
+            HAS_RIGHT, CLEAN,
         )  # fmt: skip
     dq1, dq2 = _queries_range(
-        dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, k_start, k1_col, k2_col, v_col, full_low,
-        full_high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, False, HAS_LEFT, HAS_RIGHT, CLEAN,
+        dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, k_start, k1_col, k2_col, v_col,
+        full_low, full_high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, False, HAS_LEFT,
+        HAS_RIGHT, CLEAN,
     )  # fmt: skip
     dq1, dq2 = _queries_range(
-        dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, k_start, k1_col, k2_col, v_col, full_high,
-        high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True, HAS_LEFT, HAS_RIGHT, CLEAN,
+        dq1, dq2, q1, q2, g, lse1, lse2, d1, d2, k_desc, v_desc, k_start, k1_col, k2_col, v_col,
+        full_high, high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True, HAS_LEFT,
+        HAS_RIGHT, CLEAN,
     )  # fmt: skip
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)
     dtype = dq_out.dtype.element_ty

@@ -1,8 +1,10 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportUnboundVariable=false
+# (Triton kernels are compiled by Triton, whose types pyright does not know)
 """Parts shared by the Triton kernels of differential attention.
 
-All tensors are seen as `[tokens, heads * width]` with one row per token of the whole batch; a *sequence* is
-a batch row or a packed document, given by its first token and its length. Scores are in base 2:
-`p = exp2(qk_scale * q k^T - lse)` with `qk_scale = scale * log2(e)`.
+All tensors are seen as `[tokens, heads * width]` with one row per token of the whole batch; a
+*sequence* is a batch row or a packed document, given by its first token and its length. Scores are
+in base 2: `p = exp2(qk_scale * q k^T - lse)` with `qk_scale = scale * log2(e)`.
 """
 
 import triton
@@ -11,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def schedule(pid, blocks, heads, GROUP: tl.constexpr, REVERSED: tl.constexpr):
-    """1-D grid -> (block, head). `GROUP` heads run side by side, so that their keys stay in L2; within
-    them the blocks with most work under a causal mask come first."""
+    """1-D grid -> (block, head). `GROUP` heads run side by side, so that their keys stay in L2;
+    within them the blocks with most work under a causal mask come first."""
     first = pid // (blocks * GROUP) * GROUP
     size = min(GROUP, heads - first)
     inside = pid - first * blocks
@@ -23,9 +25,7 @@ def schedule(pid, blocks, heads, GROUP: tl.constexpr, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def sequence(
-    index, cu_q, cu_k, used, n_q, n_k, PACKED: tl.constexpr, HAS_USED: tl.constexpr
-):
+def sequence(index, cu_q, cu_k, used, n_q, n_k, PACKED: tl.constexpr, HAS_USED: tl.constexpr):
     """(first query token, queries, first key token, keys, keys in use) of a sequence."""
     if PACKED:
         q_start = tl.load(cu_q + index)
@@ -42,9 +42,14 @@ def sequence(
 
 
 @triton.jit
-def visible(
-    position, keys, in_use, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
+def statistics_start(q_start, index):
+    """Where the per-query statistics of a sequence begin in their rows: on a multiple of 4, as the
+    copy engine wants. Sequences do not overlap, and a row takes tokens + 4 * sequences entries."""
+    return (q_start // 4 + index) * 4
+
+
+@triton.jit
+def visible(position, keys, in_use, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Which keys are seen from a position; the two broadcast against each other."""
     mask = (keys < in_use) & (position == position)
     if HAS_RIGHT:

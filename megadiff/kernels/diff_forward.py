@@ -1,9 +1,11 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportUnboundVariable=false
+# (Triton kernels are compiled by Triton, whose types pyright does not know)
 """Triton forward kernels of differential attention.
 
-`forward_joint` keeps the accumulators of both branches in registers and reads every value block once:
-best for narrow heads. `forward_in_turn` runs branch 2, writes its output, runs branch 1 and subtracts:
-for value widths whose two accumulators do not fit. Both end with the difference in float32, the optional
-per-head RMSNorm, and save what the backward needs.
+`forward_joint` keeps the accumulators of both branches in registers and reads every value block
+once: best for narrow heads. `forward_in_turn` runs branch 2, writes its output, runs branch 1 and
+subtracts: for value widths whose two accumulators do not fit. Both end with the difference in
+float32, the optional per-head RMSNorm, and save what the backward needs.
 """
 
 import triton
@@ -13,6 +15,7 @@ from megadiff.kernels.diff_common import (
     key_range,
     schedule,
     sequence,
+    statistics_start,
     visible,
     zero_rows_outside,
 )
@@ -31,7 +34,8 @@ def _accumulate(scores, v, acc, top, total, qk_scale):
 
 @triton.jit
 def _normalise(acc, top, total):
-    """(output, log2 of the sum of exp2): 0 and +inf in rows without keys, so that exp2(s - lse) = 0."""
+    """(output, log2 of the sum of exp2): 0 and +inf in rows without keys, so that exp2(s - lse) =
+    0."""
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("inf"), top + tl.math.log2(safe))
@@ -40,9 +44,9 @@ def _normalise(acc, top, total):
 
 @triton.jit
 def _branch_range(
-    acc, top, total, q, k_desc, v_desc, row, k_col, v_col, begin, end, position, in_use, left, right,
-    qk_scale, BN: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    CLEAN: tl.constexpr,
+    acc, top, total, q, k_desc, v_desc, row, k_col, v_col, begin, end, position, in_use, left,
+    right, qk_scale, BN: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT:
+    tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     for j in tl.range(begin, end, BN):
         k = k_desc.load([row + j, k_col])
@@ -50,7 +54,9 @@ def _branch_range(
         v = v_desc.load([row + j, v_col])
         if MASK:
             keys = j + tl.arange(0, BN)
-            mask = visible(position[:, None], keys[None, :], in_use, left, right, HAS_LEFT, HAS_RIGHT)
+            mask = visible(
+                position[:, None], keys[None, :], in_use, left, right, HAS_LEFT, HAS_RIGHT
+            )
             scores = tl.where(mask, scores, float("-inf"))
             if CLEAN:
                 v = zero_rows_outside(v, keys, in_use)
@@ -60,8 +66,8 @@ def _branch_range(
 
 @triton.jit
 def _branch(
-    q_desc, k_desc, v_desc, q_row, q_col, row, k_col, v_col, low, full_low, full_high, high, position,
-    in_use, left, right, qk_scale, BM: tl.constexpr, BN: tl.constexpr, DV: tl.constexpr,
+    q_desc, k_desc, v_desc, q_row, q_col, row, k_col, v_col, low, full_low, full_high, high,
+    position, in_use, left, right, qk_scale, BM: tl.constexpr, BN: tl.constexpr, DV: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T) v of one branch for one block of queries, and its log-sum-exp."""
@@ -75,8 +81,8 @@ def _branch(
             left, right, qk_scale, BN, True, HAS_LEFT, HAS_RIGHT, CLEAN,
         )  # fmt: skip
     acc, top, total = _branch_range(
-        acc, top, total, q, k_desc, v_desc, row, k_col, v_col, full_low, full_high, position, in_use,
-        left, right, qk_scale, BN, False, HAS_LEFT, HAS_RIGHT, CLEAN,
+        acc, top, total, q, k_desc, v_desc, row, k_col, v_col, full_low, full_high, position,
+        in_use, left, right, qk_scale, BN, False, HAS_LEFT, HAS_RIGHT, CLEAN,
     )  # fmt: skip
     acc, top, total = _branch_range(
         acc, top, total, q, k_desc, v_desc, row, k_col, v_col, full_high, high, position, in_use,
@@ -87,8 +93,8 @@ def _branch(
 
 @triton.jit
 def _joint_range(
-    acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, row, k1_col, k2_col, v_col, begin,
-    end, position, in_use, left, right, qk_scale, BN: tl.constexpr, OWN_KEYS: tl.constexpr,
+    acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, row, k1_col, k2_col, v_col,
+    begin, end, position, in_use, left, right, qk_scale, BN: tl.constexpr, OWN_KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     for j in tl.range(begin, end, BN):
@@ -102,7 +108,9 @@ def _joint_range(
         v = v_desc.load([row + j, v_col])
         if MASK:
             keys = j + tl.arange(0, BN)
-            mask = visible(position[:, None], keys[None, :], in_use, left, right, HAS_LEFT, HAS_RIGHT)
+            mask = visible(
+                position[:, None], keys[None, :], in_use, left, right, HAS_LEFT, HAS_RIGHT
+            )
             scores1 = tl.where(mask, scores1, float("-inf"))
             scores2 = tl.where(mask, scores2, float("-inf"))
             if CLEAN:
@@ -130,7 +138,7 @@ def _finish(
             y = y * tl.load(weight + columns).to(tl.float32)[None, :]
         tl.store(normed + at, y.to(normed.dtype.element_ty), mask=inside[:, None])
         if SAVE:
-            tl.store(rstd + pair.to(tl.int64) * n_tokens + rows, r, mask=inside)
+            tl.store(rstd + pair * n_tokens.to(tl.int64) + rows, r, mask=inside)
 
 
 @triton.jit
@@ -142,24 +150,25 @@ def load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN: tl.constexpr, PER_HEA
     return tl.load(lam) + tl.zeros_like(rows).to(tl.float32)
 
 
-_INTEGERS = ["n_q", "n_k", "n_tokens", "left", "right", "blocks"]
+_INTEGERS = ["n_q", "n_k", "n_tokens", "pitch", "left", "right", "blocks"]
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def forward_in_turn(
     q_desc, k_desc, v_desc, out, second, normed, lse, rstd, lam, weight, cu_q, cu_k, used, n_q, n_k,
-    n_tokens, blocks, n_sequences, pairs, groups, left, right, qk_scale, width, eps, out_scale,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr,
-    HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
+    n_tokens, pitch, blocks, n_sequences, pairs, groups, left, right, qk_scale, width, eps,
+    out_scale, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP:
+    tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED:
+    tl.constexpr, HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN:
+    tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one pair; branch 2 first, its output read back for the difference."""
     block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
     pair = z % pairs
     group = pair // (pairs // groups)
+    index = z // pairs
     q_start, n_q, k_start, n_k, in_use = sequence(
-        z // pairs, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
+        index, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
     )
     begin = block * BM
     if begin >= n_q:
@@ -176,42 +185,47 @@ def forward_in_turn(
     k_col = group * branches * D
 
     o2, lse2 = _branch(
-        q_desc, k_desc, v_desc, q_start + begin, (2 * pair + 1) * D, k_start, k_col + (branches - 1) * D,
-        group * DV, low, full_low, full_high, high, position, in_use, left, right, qk_scale, BM, BN, DV,
-        HAS_LEFT, HAS_RIGHT, CLEAN,
+        q_desc, k_desc, v_desc, q_start + begin, (2 * pair + 1) * D, k_start, k_col + (branches - 1)
+        * D, group * DV, low, full_low, full_high, high, position, in_use, left, right, qk_scale,
+        BM, BN, DV, HAS_LEFT, HAS_RIGHT, CLEAN,
     )  # fmt: skip
-    second_at = second + (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
-    tl.store(second_at, o2.to(second.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse + (2 * pair + 1).to(tl.int64) * n_tokens + rows, lse2, mask=inside)
+    at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
+    tl.store(second + at, o2.to(second.dtype.element_ty), mask=inside[:, None])
+    lse_at = lse + 2 * pair * pitch.to(tl.int64) + statistics_start(q_start, index) + begin
+    tl.store(lse_at + pitch + tl.arange(0, BM), lse2, mask=inside)
 
     o1, lse1 = _branch(
-        q_desc, k_desc, v_desc, q_start + begin, 2 * pair * D, k_start, k_col, group * DV, low, full_low,
-        full_high, high, position, in_use, left, right, qk_scale, BM, BN, DV, HAS_LEFT, HAS_RIGHT, CLEAN,
+        q_desc, k_desc, v_desc, q_start + begin, 2 * pair * D, k_start, k_col, group * DV, low,
+        full_low, full_high, high, position, in_use, left, right, qk_scale, BM, BN, DV, HAS_LEFT,
+        HAS_RIGHT, CLEAN,
     )  # fmt: skip
-    tl.store(lse + (2 * pair).to(tl.int64) * n_tokens + rows, lse1, mask=inside)
+    tl.store(lse_at + tl.arange(0, BM), lse1, mask=inside)
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)
-    o2 = tl.load(second_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    # addresses computed anew: kept over the loops they would take 64 registers
+    at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
+    o2 = tl.load(second + at, mask=inside[:, None], other=0.0).to(tl.float32)
     _finish(
-        o1 - this[:, None] * o2, out, normed, rstd, weight, rows, end, pair, pairs, n_tokens, width, eps,
-        out_scale, DV, NORM, HAS_WEIGHT, SAVE,
+        o1 - this[:, None] * o2, out, normed, rstd, weight, rows, end, pair, pairs, n_tokens, width,
+        eps, out_scale, DV, NORM, HAS_WEIGHT, SAVE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def forward_joint(
     q_desc, k_desc, v_desc, out, second, normed, lse, rstd, lam, weight, cu_q, cu_k, used, n_q, n_k,
-    n_tokens, blocks, n_sequences, pairs, groups, left, right, qk_scale, width, eps, out_scale,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr,
-    HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
+    n_tokens, pitch, blocks, n_sequences, pairs, groups, left, right, qk_scale, width, eps,
+    out_scale, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP:
+    tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED:
+    tl.constexpr, HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN:
+    tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one pair, both branches at once."""
     block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
     pair = z % pairs
     group = pair // (pairs // groups)
+    index = z // pairs
     q_start, n_q, k_start, n_k, in_use = sequence(
-        z // pairs, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
+        index, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
     )
     begin = block * BM
     if begin >= n_q:
@@ -239,29 +253,30 @@ def forward_joint(
     total2 = tl.zeros([BM], tl.float32)
     if HAS_LEFT:
         acc1, top1, total1, acc2, top2, total2 = _joint_range(
-            acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, k_start, k1_col, k2_col, v_col,
-            low, full_low, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True, HAS_LEFT, HAS_RIGHT,
-            CLEAN,
+            acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, k_start, k1_col, k2_col,
+            v_col, low, full_low, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True,
+            HAS_LEFT, HAS_RIGHT, CLEAN,
         )  # fmt: skip
     acc1, top1, total1, acc2, top2, total2 = _joint_range(
-        acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, k_start, k1_col, k2_col, v_col,
-        full_low, full_high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, False, HAS_LEFT,
-        HAS_RIGHT, CLEAN,
+        acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, k_start, k1_col, k2_col,
+        v_col, full_low, full_high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, False,
+        HAS_LEFT, HAS_RIGHT, CLEAN,
     )  # fmt: skip
     acc1, top1, total1, acc2, top2, total2 = _joint_range(
-        acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, k_start, k1_col, k2_col, v_col,
-        full_high, high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True, HAS_LEFT, HAS_RIGHT,
-        CLEAN,
+        acc1, top1, total1, acc2, top2, total2, q1, q2, k_desc, v_desc, k_start, k1_col, k2_col,
+        v_col, full_high, high, position, in_use, left, right, qk_scale, BN, OWN_KEYS, True,
+        HAS_LEFT, HAS_RIGHT, CLEAN,
     )  # fmt: skip
     o1, lse1 = _normalise(acc1, top1, total1)
     o2, lse2 = _normalise(acc2, top2, total2)
     if SAVE:
-        second_at = second + (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
-        tl.store(second_at, o2.to(second.dtype.element_ty), mask=inside[:, None])
-        tl.store(lse + (2 * pair).to(tl.int64) * n_tokens + rows, lse1, mask=inside)
-        tl.store(lse + (2 * pair + 1).to(tl.int64) * n_tokens + rows, lse2, mask=inside)
+        at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
+        tl.store(second + at, o2.to(second.dtype.element_ty), mask=inside[:, None])
+        lse_at = lse + 2 * pair * pitch.to(tl.int64) + statistics_start(q_start, index) + begin
+        tl.store(lse_at + tl.arange(0, BM), lse1, mask=inside)
+        tl.store(lse_at + pitch + tl.arange(0, BM), lse2, mask=inside)
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)
     _finish(
-        o1 - this[:, None] * o2, out, normed, rstd, weight, rows, end, pair, pairs, n_tokens, width, eps,
-        out_scale, DV, NORM, HAS_WEIGHT, SAVE,
+        o1 - this[:, None] * o2, out, normed, rstd, weight, rows, end, pair, pairs, n_tokens, width,
+        eps, out_scale, DV, NORM, HAS_WEIGHT, SAVE,
     )  # fmt: skip

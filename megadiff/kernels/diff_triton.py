@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
+import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megadiff.kernels import diff_backward, diff_forward
+from megadiff.kernels.geometry import Geometry
 
 _LOG2E = math.log2(math.e)
 
@@ -35,39 +36,43 @@ class Tiles:
 
     joint: bool  # forward: both branches at once
     forward: Tile
-    split: bool  # backward: dK and dV in two kernels
-    dk: Tile  # of the one kernel, if not split
-    dv: Tile
+    dk: Tile
+    dv: Tile | None  # dV in a kernel of its own; None: together with dK
     dq: Tile
 
 
 def tiles_for(d: int, d_v: int, own_keys: bool) -> Tiles:
-    """Tile shapes by (padded) widths; what limits them are registers."""
-    if own_keys and d + d_v // 2 > 128:  # four accumulators of 128 columns
+    """Tile shapes by (padded) widths. The registers for the accumulators decide."""
+    if d_v > 128 or d + d_v > 256:
         return Tiles(
             joint=False,
-            forward=Tile(128, 128, 8, 2, 4),
-            split=True,
+            forward=Tile(128, 64, 8, 3, 4),
             dk=Tile(32, 128, 8, 2, 4),
             dv=Tile(64, 128, 8, 2, 4),
             dq=Tile(128, 32, 8, 2, 8),
         )
-    if d + d_v > 192:
+    if d > 64:
         return Tiles(
             joint=True,
             forward=Tile(64, 64, 4, 2, 8),
-            split=False,
-            dk=Tile(32, 128, 8, 2, 4),
-            dv=Tile(32, 128, 8, 2, 4),
-            dq=Tile(128, 32, 8, 2, 8),
+            dk=Tile(32, 64, 4, 2, 4),
+            dv=Tile(32, 64, 4, 2, 4) if own_keys else None,
+            dq=Tile(64, 32, 4, 3, 8),
+        )
+    if d_v > 64:
+        return Tiles(
+            joint=True,
+            forward=Tile(64, 64, 4, 3, 8),
+            dk=Tile(64, 64, 4, 2, 8),
+            dv=None,
+            dq=Tile(128, 64, 8, 3, 8),
         )
     return Tiles(
         joint=True,
-        forward=Tile(64, 64, 4, 3, 8),
-        split=False,
-        dk=Tile(32, 128, 8, 3, 8),
-        dv=Tile(32, 128, 8, 3, 8),
-        dq=Tile(128, 64, 8, 3, 8),
+        forward=Tile(64, 128, 4, 2, 8),
+        dk=Tile(64, 64, 4, 2, 4),
+        dv=None,
+        dq=Tile(64, 64, 4, 2, 8),
     )
 
 
@@ -109,7 +114,8 @@ class Launch:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as `[tokens, heads * width]` with a row pitch that the copy engine takes; copied if need be."""
+    """x as `[tokens, heads * width]` with a row pitch that the copy engine takes; copied if need
+    be."""
     heads, width = x.shape[-2:]
     tokens = x.shape[:-2]
     pitch = x.stride(-3)
@@ -129,6 +135,12 @@ def _rows(x: Tensor) -> Tensor:
 
 def _descriptor(rows: Tensor, block: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block, width])
+
+
+def _pitch(tokens: int, sequences: int) -> int:
+    """Row pitch of per-query statistics (`diff_common.statistics_start`), a multiple of 16
+    bytes."""
+    return (tokens // 4 + sequences + 1) * 4
 
 
 def _blocks(length: int, block: int) -> int:
@@ -151,7 +163,6 @@ class _Plan:
         self.packed = call.cu_q is not None
         self.sequences = q.shape[0] if call.cu_q is None else call.cu_q.shape[0] - 1
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
-        self.n_tokens = self.q.shape[0]
 
     def common(self, tile: Tile, length: int, block: int, heads: int) -> tuple[Any, Any, Any]:
         """Grid, arguments and constants that every attention kernel takes."""
@@ -167,7 +178,6 @@ class _Plan:
             "used": call.used,
             "n_q": call.max_q,
             "n_k": call.max_k,
-            "n_tokens": self.n_tokens,
             "blocks": blocks,
             "n_sequences": self.sequences,
             "pairs": self.pairs,
@@ -218,6 +228,8 @@ def forward_launch(
         "second": second,
         "normed": normed,
         "lse": lse,
+        "n_tokens": plan.q.shape[0],
+        "pitch": lse.shape[1],
         "rstd": rstd,
         "weight": call.weight,
         "width": float(call.width),
@@ -242,11 +254,13 @@ def preprocess_launch(
     second: Tensor,
     rstd: Tensor | None,
     call: Call,
+    sequences: int,
     g: Tensor | None,
     delta: Tensor,
+    dlam: Tensor,
     dweight: Tensor | None,
 ) -> Launch:
-    """dy, out and second: `[tokens, pairs, d_v]`, contiguous."""
+    """dy, out and second: `[tokens, pairs, d_v]`, contiguous; dlam: `[tokens, pairs]`."""
     tokens, pairs, d_v = out.shape
     arguments = {
         "dy": dy,
@@ -255,10 +269,14 @@ def preprocess_launch(
         "rstd": rstd,
         "lam": call.lam,
         "weight": call.weight,
+        "cu_q": call.cu_q,
         "g": g,
         "delta": delta,
+        "dlam": dlam,
         "dweight": dweight,
+        "n_q": call.max_q,
         "n_tokens": tokens,
+        "pitch": delta.shape[-1],
         "pairs": pairs,
         "width": float(call.width),
         "out_scale": call.out_scale,
@@ -268,10 +286,13 @@ def preprocess_launch(
         "ROWS": PREPROCESS_ROWS,
         "PER_TOKEN": call.lam.dim() > 1,
         "PER_HEAD": call.lam.dim() == 1,
+        "PACKED": call.cu_q is not None,
         "NORM": call.eps is not None,
         "HAS_WEIGHT": call.weight is not None,
     }
-    grid = (_blocks(tokens, PREPROCESS_ROWS), pairs)
+    blocks = _blocks(call.max_q, PREPROCESS_ROWS)
+    arguments |= {"blocks": blocks}
+    grid = (blocks * sequences * pairs,)
     return Launch(diff_backward.preprocess, grid, arguments, constants, 4, 1)
 
 
@@ -297,13 +318,20 @@ def backward_launches(
         else:
             length, block, heads = call.max_k, tile.keys, plan.groups
         grid, arguments, constants = plan.common(tile, length, block, heads)
-        arguments |= {"g_desc": _descriptor(rows_g, tile.queries, plan.d_v)}
-        arguments |= {"lse": lse, "delta": delta, "scale": call.scale, **outputs}
+        arguments |= {"g_desc": _descriptor(rows_g, tile.queries, plan.d_v), "scale": call.scale}
+        if queries:
+            arguments |= {"lse": lse, "delta": delta, "pitch": lse.shape[1], **outputs}
+        else:
+            arguments |= {
+                "lse_desc": _descriptor(lse, 1, tile.queries),
+                "delta_desc": _descriptor(delta.flatten(0, 1), 1, tile.queries),
+                **outputs,
+            }
         return Launch(kernel, grid, arguments, constants | flags, tile.warps, tile.stages)
 
     keys = diff_backward.backward_keys
     outputs = {"dk_out": dk, "dv_out": dv}
-    if tiles.split:
+    if tiles.dv is not None:
         for_keys = [
             launch(keys, tiles.dv, False, outputs, {"WANT_DK": False, "WANT_DV": True}),
             launch(keys, tiles.dk, False, outputs, {"WANT_DK": True, "WANT_DV": False}),
@@ -333,8 +361,6 @@ def _call(
     def int32(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(torch.int32).contiguous()
 
-    if cu_q is None:
-        max_q, max_k = q.shape[1], k.shape[1]
     return Call(
         lam.detach().contiguous(),
         int32(cu_q),
@@ -372,12 +398,13 @@ def forward_op(
     width: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(y, O, O2, log-sum-exp, 1 / rms). O is y where there is no norm, and then empty here; all but y are
-    empty or arbitrary without `save`. lam is float32; widths are powers of two, at least 16."""
+    """(y, O, O2, log-sum-exp, 1 / rms). O is y where there is no norm, and then empty here; all but
+    y are empty or arbitrary without `save`. lam is float32; widths are powers of two, at least
+    16."""
     call = _call(
         q, k, lam, cu_q, cu_k, used, weight, max_q, max_k, left, right, scale, eps, out_scale, width
     )
-    y, out, second, lse, rstd = _forward_outputs(q, v, eps, save)
+    y, out, second, lse, rstd = forward_outputs(q, v, cu_q, eps, save)
     if cu_q is not None:  # rows after the last document are written by no program
         for x in (y, out, second, rstd):
             x.zero_()
@@ -396,26 +423,27 @@ def forward_op(
     return y, out, second, lse, rstd
 
 
-def _forward_outputs(
-    q: Tensor, v: Tensor, eps: float | None, save: bool
+def forward_outputs(
+    q: Tensor, v: Tensor, cu_q: Tensor | None, eps: float | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, pairs = q.shape[:-2], q.shape[-2] // 2
     shape = (*tokens, pairs, v.shape[-1])
+    n_tokens = math.prod(tokens)
+    pitch = _pitch(n_tokens, tokens[0] if cu_q is None else cu_q.shape[0] - 1)
     in_turn = not tiles_for(q.shape[-1], v.shape[-1], True).joint  # uses `second` to work in
     return (
         q.new_empty(shape),
         q.new_empty(shape if eps is not None and save else (0,)),
         q.new_empty(shape if save or in_turn else (0,)),
-        q.new_empty((2 * pairs, math.prod(tokens)), dtype=torch.float32),
-        q.new_empty(
-            (pairs, math.prod(tokens)) if eps is not None and save else (0,), dtype=torch.float32
-        ),
+        q.new_zeros((2 * pairs, pitch), dtype=torch.float32),  # has gaps between sequences
+        q.new_empty((pairs, n_tokens) if eps is not None and save else (0,), dtype=torch.float32),
     )
 
 
 @forward_op.register_fake
-def _(q, k, v, lam, weight, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale, width, save):  # fmt: skip
-    return _forward_outputs(q, v, eps, save)
+def _(q, k, v, lam, weight, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale,
+width, save):  # fmt: skip
+    return forward_outputs(q, v, cu_q, eps, save)
 
 
 @torch.library.custom_op("megadiff::diff_attention_backward", mutates_args=())
@@ -448,14 +476,17 @@ def backward_op(
     )
     pairs, d_v = out.shape[-2:]
     dy, out, second = (x.contiguous().view(-1, pairs, d_v) for x in (dy, out, second))
-    tokens = out.shape[0]
-    delta = torch.empty_like(lse)
+    sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    delta = lse.new_empty((pairs, 3 if lam.dim() > 1 else 2, lse.shape[1]))
+    dlam = lse.new_empty((out.shape[0], pairs))
+    if cu_q is not None:
+        dlam.zero_()
     g = None if eps is None else torch.empty_like(out)
     partial = None
     if weight is not None:
-        blocks = _blocks(tokens, PREPROCESS_ROWS)
-        partial = dy.new_empty((blocks * pairs, d_v), dtype=torch.float32)
-    preprocess_launch(dy, out, second, rstd, call, g, delta, partial).run()
+        programs = _blocks(call.max_q, PREPROCESS_ROWS) * sequences * pairs
+        partial = lse.new_empty((programs, d_v))
+    preprocess_launch(dy, out, second, rstd, call, sequences, g, delta, dlam, partial).run()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if cu_q is not None:
         for x in (dq, dk, dv):
@@ -463,13 +494,8 @@ def backward_op(
     g = dy if g is None else g
     for launch in backward_launches(q, k, v, call, g, lse, delta, dq, dk, dv):
         launch.run()
-    d2 = delta[1::2]
-    if lam.dim() == 0:
-        dlam = -d2.sum()
-    elif lam.dim() == 1:
-        dlam = -d2.sum(1)
-    else:
-        dlam = -d2.t().reshape(lam.shape).contiguous()
+    dlam = dlam.view(lam.shape) if lam.dim() > 1 else dlam.sum(0)
+    dlam = dlam.sum() if lam.dim() == 0 else dlam
     dweight = partial.sum(0).to(dy.dtype) if partial is not None else dy.new_empty(0)
     if weight is not None:
         dweight = dweight.to(weight.dtype)
@@ -477,7 +503,8 @@ def backward_op(
 
 
 @backward_op.register_fake
-def _(dy, q, k, v, lam, weight, out, second, lse, rstd, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale, width):  # fmt: skip
+def _(dy, q, k, v, lam, weight, out, second, lse, rstd, cu_q, cu_k, used, max_q, max_k, left, right,
+scale, eps, out_scale, width):  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dweight = dy.new_empty(0) if weight is None else weight.new_empty(weight.shape)
     return dq, dk, dv, lam.new_empty(lam.shape), dweight
@@ -497,9 +524,52 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, dy: Tensor | None, *_unused: Tensor | None) -> tuple:
     if dy is None:
         return (None,) * 17
-    grads = backward_op(dy, *ctx.saved_tensors, *ctx.numbers)
-    dq, dk, dv, dlam, dweight = grads
-    return dq, dk, dv, dlam, (dweight if ctx.saved_tensors[4] is not None else None), *[None] * 12
+    saved = ctx.saved_tensors  # once: under recomputation every look makes them anew
+    dq, dk, dv, dlam, dweight = backward_op(dy, *saved, *ctx.numbers)
+    return dq, dk, dv, dlam, (None if saved[4] is None else dweight), *[None] * 12
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """The last dim padded with zeros to a power of two of at least 16: they change no product."""
+    width = max(16, 1 << (x.shape[-1] - 1).bit_length())
+    return x if width == x.shape[-1] else F.pad(x, (0, width - x.shape[-1]))
+
+
+def diff_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    scale: float,
+    geometry: Geometry,
+    norm_weight: Tensor | None,
+    norm_eps: float | None,
+    out_scale: float | None,
+    save: bool,
+) -> Tensor:
+    """The whole operator with its epilogue, in q's dtype. save: a backward will follow."""
+    assert geometry.max_seqlen_q is not None and geometry.max_seqlen_k is not None
+    width = v.shape[-1]
+    y = forward_op(
+        _padded(q),
+        _padded(k),
+        _padded(v),
+        lam.float(),
+        None if norm_weight is None else _padded(norm_weight),
+        geometry.cu_seqlens_q,
+        geometry.cu_seqlens_k,
+        geometry.seqused_k,
+        geometry.max_seqlen_q,
+        geometry.max_seqlen_k,
+        -1 if geometry.left is None else geometry.left,
+        -1 if geometry.right is None else geometry.right,
+        scale,
+        norm_eps,
+        1.0 if out_scale is None else out_scale,
+        width,
+        save,
+    )[0]
+    return y[..., :width]

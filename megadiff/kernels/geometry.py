@@ -59,6 +59,7 @@ def make_geometry(
                 f"cu_seqlens_q; got {tuple(q.shape)}"
             )
         rows = q.shape[0]
+        max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
     else:
         if q.dim() != 3:
             raise ValueError(

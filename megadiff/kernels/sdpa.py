@@ -1,4 +1,11 @@
-"""Attention through torch's scaled_dot_product_attention: any float type, any device."""
+"""Attention through torch's own kernels: any float type, any device.
+
+On CUDA, half precision runs on cuDNN or FlashAttention-2: dense calls through
+`scaled_dot_product_attention` on strided views, one call per branch; windows, packed documents and
+key lengths through the kernel behind `torch.nn.attention.varlen`. Elsewhere both branches are one
+call of all 2h query heads, packed documents are taken one by one, and masks are made for blocks of
+query rows.
+"""
 
 from itertools import pairwise
 
@@ -6,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadiff.kernels.geometry import Geometry, visible
+from megadiff.kernels.geometry import Geometry, visibility, visible
 
 _ROWS = 1024  # query rows for which a mask is made at a time
 
@@ -24,6 +31,14 @@ def _call(
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
+
+
+def _under_mask(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """mask: `[1 or batch, n_q, n_k]`. A row without keys attends to all, so that nothing is
+    undefined, and is then set to 0."""
+    sees_any = mask.any(-1, keepdim=True)
+    out = _call(q, k, v, scale, mask | ~sees_any, False)
+    return torch.where(sees_any.unsqueeze(-1), out, 0)
 
 
 def _masked(
@@ -50,10 +65,7 @@ def _masked(
         length = torch.full((1,), n_k, device=q.device) if used is None else used.long()
         mask = visible(i + (length - n_q)[:, None], j[None], geometry.left, geometry.right)
         mask = mask & (j < length[:, None])[:, None, :]
-        # A row without keys attends to all, so that nothing is undefined, and is then set to 0.
-        sees_any = mask.any(-1, keepdim=True)
-        out = _call(rows, k[:, low:high], v[:, low:high], scale, mask | ~sees_any, False)
-        outs.append(torch.where(sees_any.unsqueeze(-1), out, 0))
+        outs.append(_under_mask(rows, k[:, low:high], v[:, low:high], scale, mask))
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
 
 
@@ -68,12 +80,16 @@ def _dense(
             return _call(q, k, v, scale, None, False)
         if geometry.right == 0 and n_q >= n_k:
             out = _call(q[:, n_q - n_k :], k, v, scale, None, True)
-            return F.pad(out, (0, 0, 0, 0, n_q - n_k, 0))  # the first rows come before every key
+            # the first rows come before every key
+            return F.pad(out, (0, 0, 0, 0, n_q - n_k, 0)) if n_q > n_k else out
     return _masked(q, k, v, scale, geometry, used)
 
 
 def _documents(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) -> Tensor:
     """Packed: document by document. The lengths are read on the host."""
+    if torch.compiler.is_compiling():  # a compiled graph cannot: one call under the whole mask
+        mask = visibility(geometry, q.shape[0], k.shape[0], q.device)
+        return _under_mask(q[None], k[None], v[None], scale, mask)[0]
     assert geometry.cu_seqlens_q is not None and geometry.cu_seqlens_k is not None
     cu_q, cu_k = geometry.cu_seqlens_q.tolist(), geometry.cu_seqlens_k.tolist()
     lengths_q = [end - begin for begin, end in pairwise(cu_q)]
@@ -92,37 +108,113 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry
     return torch.cat(outs, 1)[0]
 
 
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) -> Tensor:
+    """FlashAttention-2 as torch ships it; q, k and v of one width, dense or packed."""
+    window = (
+        -1 if geometry.left is None else geometry.left,
+        -1 if geometry.right is None else geometry.right,
+    )
+    cu_q, cu_k, used = geometry.cu_seqlens_q, geometry.cu_seqlens_k, geometry.seqused_k
+    dense = not geometry.packed
+    batch, n_q, n_k = q.shape[0], q.shape[1], k.shape[1]
+    if dense and used is not None:  # key lengths are known to the packed kernel only
+        cu_q = n_q * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
+        cu_k = n_k * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    max_q = n_q if dense else geometry.max_seqlen_q
+    max_k = n_k if dense else geometry.max_seqlen_k
+    if cu_q is not None and cu_k is not None:
+        cu_q, cu_k = cu_q.int(), cu_k.int()
+        if geometry.packed:  # the kernel leaves padding unwritten, in outputs and in gradients
+            inside_q = torch.arange(q.shape[0], device=q.device) < cu_q[-1]
+            inside_k = torch.arange(k.shape[0], device=q.device) < cu_k[-1]
+            q = torch.where(inside_q[:, None, None], q, 0)
+            k, v = (torch.where(inside_k[:, None, None], x, 0) for x in (k, v))
+    out = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        window == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=None if window == (-1, 0) else window[0],
+        window_size_right=None if window == (-1, 0) else window[1],
+        seqused_k=None if used is None else used.int(),
+    )[0]
+    if geometry.packed:
+        return torch.where(inside_q[:, None, None], out, 0)  # type: ignore[possibly-undefined]
+    return out.view(batch, n_q, *out.shape[-2:])
+
+
+def _on_flash(q: Tensor, v: Tensor, geometry: Geometry) -> bool:
+    """Whether the call is one that FlashAttention-2 serves and `scaled_dot_product_attention` does
+    not."""
+    plain = geometry.left is None and geometry.right in (None, 0) and geometry.seqused_k is None
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and max(q.shape[-1], v.shape[-1]) <= 256
+        and q.shape[-1] % 8 == 0
+        and (geometry.packed or not plain)
+        # torch's backward does not know the key lengths
+        and (geometry.seqused_k is None or not (torch.is_grad_enabled() and q.requires_grad))
+    )
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) -> Tensor:
     """Standard attention; shapes as `megadiff.kernels.attention`."""
     width = v.shape[-1]
-    if q.shape[-1] != width and q.device.type == "cpu":
-        # The CPU kernel that needs no maps in memory wants equal widths; zeros change no product.
+    on_flash = _on_flash(q, v, geometry)
+    if q.shape[-1] != width and (on_flash or q.device.type == "cpu"):
+        # The kernels that need no maps in memory want equal widths; zeros change no product.
         q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
-    if geometry.packed:
+    if on_flash:
+        out = _flash(q, k, v, scale, geometry)
+    elif geometry.packed:
         out = _documents(q, k, v, scale, geometry)
     else:
         out = _dense(q, k, v, scale, geometry, geometry.seqused_k)
     return out[..., :width]
 
 
+def _branches_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """A call per branch on strided views; FlashAttention-2 takes values of twice the width by
+    halves."""
+    d = q.shape[-1]
+    halves = v.split(d, -1) if _on_flash(q, v, geometry) and v.shape[-1] == 2 * d else (v,)
+    first, second = (
+        torch.cat(
+            [attention(q[..., i::2, :], k[..., i::2, :], x, scale, geometry) for x in halves], -1
+        )
+        for i in (0, 1)
+    )
+    return first, second
+
+
 def diff_attention(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, scale: float, geometry: Geometry
 ) -> Tensor:
-    """Both branches in one call of all 2h query heads, then the difference in at least float32."""
+    """Both branches with torch's kernels, then the difference in at least float32."""
     groups, pairs = v.shape[-2], q.shape[-2] // 2
-    repeats = pairs // groups
     own_keys = k.shape[-2] != groups
-    if own_keys:
-        # heads ordered (group, branch, pair of the group): each branch of a group is a key/value
-        # head
-        q = q.unflatten(-2, (groups, repeats, 2)).transpose(-3, -2).flatten(-4, -2)
-        v = v.repeat_interleave(2, dim=-2)
-    out = attention(q, k, v, scale, geometry)
-    out = out.to(torch.promote_types(out.dtype, torch.float32))
-    if own_keys:
-        out = out.unflatten(-2, (groups, 2, repeats))
-        first, second = out.unbind(-3)
-        first, second = first.flatten(-3, -2), second.flatten(-3, -2)
+    if own_keys and q.device.type == "cuda":
+        first, second = _branches_on_cuda(q, k, v, scale, geometry)
+    elif own_keys:
+        # heads ordered (group, branch, pair of the group): a branch of a group is a key/value head
+        q = q.unflatten(-2, (groups, pairs // groups, 2)).transpose(-3, -2).flatten(-4, -2)
+        out = attention(q, k, v.repeat_interleave(2, dim=-2), scale, geometry)
+        out = out.unflatten(-2, (groups, 2, pairs // groups))
+        first, second = (x.flatten(-3, -2) for x in out.unbind(-3))
     else:
+        out = attention(q, k, v, scale, geometry)
         first, second = out.unflatten(-2, (pairs, 2)).unbind(-2)
-    return first - lam.to(first.dtype).expand(first.shape[:-1]).unsqueeze(-1) * second
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    first, second = first.to(dtype), second.to(dtype)
+    return first - lam.to(dtype).expand(first.shape[:-1]).unsqueeze(-1) * second
