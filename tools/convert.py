@@ -53,15 +53,18 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     sub.add_argument(
         "--architecture",
         choices=get_args(Architecture),
-        help="by default llama for standard attention, diffllama for DIFF V1, else megadiff, whose "
-        "code travels with the weights",
+        help="by default llama for standard attention, diffllama for DIFF V1, fla-org's delta_net "
+        "and gated_deltanet for theirs, else megadiff, whose code travels with the weights",
     )
     sub.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB")
     for name in TOKENIZER:
         flag = f"--{name.replace('_', '-')}"
         sub.add_argument(flag, help="instead of the checkpoint's")
 
-    sub = command("from-hf", "a Llama, DiffLlama or megadiff folder as a checkpoint")
+    sub = command(
+        "from-hf",
+        "a Llama, DiffLlama, delta_net, gated_deltanet or megadiff folder as a checkpoint",
+    )
     sub.add_argument("--input", required=True, help="folder with config.json and safetensors")
     common(sub, new_root)
 

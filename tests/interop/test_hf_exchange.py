@@ -168,7 +168,7 @@ def test_shards_and_types(exported, tmp_path):
         ({"normalization": "LayerNorm"}, None, "--normalization LayerNorm"),
         ({"swiglu": False}, None, "--no-swiglu"),
         ({"position_embedding_type": "learned_absolute"}, None, "learned_absolute"),
-        ({"token_mixer": "delta_net"}, None, "layers of delta_net"),
+        ({"token_mixer": "delta_net"}, "llama", "layers of delta_net"),
         ({"token_mixer": "diff_v2"}, "diffllama", "layers of diff_v2"),
         ({"token_mixer": "diff_v1", "diff_lambda_init": 0.5}, None, "--diff-lambda-init 0.5"),
         ({"token_mixer": "diff_v1", "diff_head_norm": "none"}, None, "--diff-head-norm none"),

@@ -1,20 +1,24 @@
 """Our model's options and Hugging Face's config.json, both ways, and what either can not say.
 
-Three architectures: LlamaForCausalLM (standard attention), DiffLlamaForCausalLM (DIFF V1 as
-transformers has it) and MegadiffForCausalLM (any of our attention mixers; its code travels along).
+LlamaForCausalLM (standard attention), DiffLlamaForCausalLM (DIFF V1 as transformers has it),
+fla-org's DeltaNetForCausalLM and GatedDeltaNetForCausalLM (`fla`), and MegadiffForCausalLM (any of
+our attention mixers; its code travels along).
 """
 
 from typing import Any, Literal
 
 from megadiff.config import MIXER_SYMBOLS, ModelConfig, TokenMixer
+from megadiff.interop.hf import fla
 from megadiff.interop.tensors import InteropError
 from megadiff.kernels.rotary import LLAMA3_CONTEXT
 
-Architecture = Literal["llama", "diffllama", "megadiff"]
+Architecture = Literal["llama", "diffllama", "delta_net", "gated_deltanet", "megadiff"]
 
 CLASSES: dict[Architecture, str] = {
     "llama": "LlamaForCausalLM",
     "diffllama": "DiffLlamaForCausalLM",
+    "delta_net": "DeltaNetForCausalLM",
+    "gated_deltanet": "GatedDeltaNetForCausalLM",
     "megadiff": "MegadiffForCausalLM",
 }
 _MIXERS = ("standard", "diff_v1", "diff_v2")  # that the modeling file has
@@ -29,13 +33,21 @@ _LLAMA3 = {
 
 def natural_architecture(m: ModelConfig) -> Architecture:
     """Where the model's mixers are at home."""
-    homes: dict[str, Architecture] = {"standard": "llama", "diff_v1": "diffllama"}
-    (mixer, *others) = m.mixers
-    return "megadiff" if others else homes.get(mixer, "megadiff")
+    homes: dict[frozenset[TokenMixer], Architecture] = {
+        frozenset({"standard"}): "llama",
+        frozenset({"diff_v1"}): "diffllama",
+        frozenset({"delta_net"}): "delta_net",
+        frozenset({"delta_net", "standard"}): "delta_net",
+        frozenset({"gated_delta_net"}): "gated_deltanet",
+        frozenset({"gated_delta_net", "standard"}): "gated_deltanet",
+    }
+    return homes.get(frozenset(m.mixers), "megadiff")
 
 
 def obstacles(m: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of the model that `architecture` can not represent."""
+    if architecture in fla.MIXERS:
+        return fla.obstacles(m, architecture)
     no = []
     strange = m.mixers - set(_MIXERS)
     if architecture == "llama":
@@ -77,13 +89,23 @@ def to_hf_config(
         if architecture != "megadiff" and not obstacles(m, "megadiff"):
             hint = "; --architecture megadiff can, with a modeling file of its own"
         raise InteropError(f"{CLASSES[architecture]} can not represent {', '.join(no)}{hint}")
+    common = {
+        "architectures": [CLASSES[architecture]],
+        "max_position_embeddings": m.max_position_embeddings or max_positions,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": True,
+        "dtype": dtype,
+    }
+    if architecture in fla.MIXERS:
+        return fla.to_fla_config(m, architecture) | common
     v1 = architecture == "diffllama"
     branches = 2 if v1 else 1  # DiffLlama counts branches as heads
     rope: dict[str, Any] = {"rope_theta": m.rotary_base, "rope_type": "default"}
     if m.use_rope_scaling:
         rope |= _LLAMA3 | {"factor": m.rope_scaling_factor}
-    values: dict[str, Any] = {
-        "architectures": [CLASSES[architecture]],
+    values: dict[str, Any] = common | {
         "model_type": architecture,
         "vocab_size": m.vocab_size,
         "hidden_size": m.hidden_size,
@@ -93,18 +115,12 @@ def to_hf_config(
         "num_key_value_heads": branches * m.query_groups,
         "head_dim": m.head_width("diff_v1" if v1 else "standard"),
         "hidden_act": "silu",
-        "max_position_embeddings": m.max_position_embeddings or max_positions,
         "initializer_range": m.init_method_std,
         "rms_norm_eps": m.norm_epsilon,
         "rope_parameters": rope,
         "tie_word_embeddings": not m.untie_embeddings_and_output_weights,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "use_cache": True,
-        "dtype": dtype,
         "trained_rotary_interleaved": m.rotary_interleaved,
     }
     if not v1:
@@ -141,6 +157,8 @@ def from_hf_config(values: dict[str, Any], source: str) -> tuple[Architecture, M
             f"{source}: model_type is {kind!r}; only {', '.join(CLASSES)} can be read"
         )
     architecture: Architecture = kind
+    if architecture in fla.MIXERS:
+        return architecture, fla.from_fla_config(values, source)
     no = []
     if values.get("attention_bias"):
         no.append("attention_bias")

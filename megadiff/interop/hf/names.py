@@ -12,9 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megadiff.config import ModelConfig
+from megadiff.config import DELTA_MIXERS, ModelConfig
 from megadiff.interop.checkpoint import global_shapes
 from megadiff.interop.hf.architecture import Architecture
+from megadiff.interop.hf.fla import MIXERS, fla_name
 from megadiff.interop.tensors import Deferred
 
 _NAMES = {
@@ -28,8 +29,10 @@ _NAMES = {
 }
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name of our global `name`."""
+def hf_name(name: str, architecture: Architecture) -> str:
+    """The name that our global `name` has in `architecture`."""
+    if architecture in MIXERS:
+        return fla_name(name)
     prefix = ""
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
         prefix, name = f"model.layers.{match[1]}.", match[2]
@@ -50,6 +53,8 @@ def _row_order(name: str, rows: int, m: ModelConfig, architecture: Architecture)
     if match is None:
         return None
     mixer, which = m.mixer_of_layer(int(match[1])), match[2]
+    if mixer in DELTA_MIXERS:
+        return None
     width = m.head_width(mixer)
     chunked = architecture == "diffllama"
     turned = which != "v" and m.rotary_interleaved and m.position_embedding_type == "rope"
@@ -79,7 +84,7 @@ def to_hf(
         if name.endswith(".mixer.o.weight") and folded(m, architecture):
             tensor = _fold(tensor, tensors[name.replace(".o.", ".subln.")])
         order = _row_order(name, tensor.shape[0], m, architecture)
-        theirs[hf_name(name)] = tensor if order is None else tensor.rows(order)
+        theirs[hf_name(name, architecture)] = tensor if order is None else tensor.rows(order)
     return theirs
 
 
@@ -107,7 +112,7 @@ def from_hf(
         left.pop("lm_head.weight", None)
     ours = {}
     for name, shape in global_shapes(m).items():
-        tensor = left.pop(hf_name(name), None)
+        tensor = left.pop(hf_name(name, architecture), None)
         if tensor is None:
             continue
         order = _row_order(name, shape[0], m, architecture)
