@@ -11,7 +11,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.blended_dataset import BlendedDataset
-from megadiff.data.indexed_dataset import DataError, IndexedDataset
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.data.integrity import difference, document_lengths, problems, statistics
 from megadiff.data.tokenizers import TYPES, Tokenizer, build_tokenizer
 

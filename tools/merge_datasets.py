@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megadiff.data.indexed_dataset import DataError, IndexedDataset, IndexedDatasetBuilder
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megadiff.data.inputs import natural_key
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.config import load_config
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 from megadiff.parallel.mesh import Axis
 from megadiff.training.data import RunData, build_data, set_vocabulary
 

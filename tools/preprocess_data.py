@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 from megadiff.data.preprocess import PreprocessSettings, TokenizerSettings, Totals, preprocess
 from megadiff.data.progress import clock
 from megadiff.data.tokenizers import TYPES

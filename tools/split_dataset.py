@@ -10,7 +10,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.data_path import SPLITS, parse_split, split_range
-from megadiff.data.indexed_dataset import DataError, IndexedDataset, IndexedDatasetBuilder
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:

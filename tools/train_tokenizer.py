@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.documents import Problem, read_documents
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 from megadiff.data.inputs import Position, list_inputs, read_blocks
 
 

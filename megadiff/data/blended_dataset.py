@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megadiff.data.errors import DataError
 from megadiff.data.gpt_dataset import GPTDataset, Sample
-from megadiff.data.indexed_dataset import DataError
 
 SURPLUS = 0.005  # Megatron asks each dataset for 0.5 % more samples than its share
 _CHUNK = 4096  # steps whose shares are multiplied at once

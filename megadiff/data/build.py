@@ -18,8 +18,9 @@ from megadiff.data.blended_dataset import (
     samples_to_request,
 )
 from megadiff.data.data_path import SPLITS, Blend, parse_blend, parse_split, split_range
+from megadiff.data.errors import DataError
 from megadiff.data.gpt_dataset import GPTDataset, NoSamples, SampleOrder, build_order
-from megadiff.data.indexed_dataset import DataError, IndexedDataset
+from megadiff.data.indexed_dataset import IndexedDataset
 
 Dataset = GPTDataset | BlendedDataset
 
@@ -34,6 +35,9 @@ class DataSettings:
     seed: int
     cache_path: str | None = None
     mmap: bool = True
+
+    def open(self, prefix: str) -> IndexedDataset:
+        return IndexedDataset(prefix, mmap=self.mmap, cache_path=self.cache_path)
 
 
 def build_train_valid_test_datasets(
@@ -138,7 +142,7 @@ def _without_empty(
     least = settings.seq_length + 1 if one_epoch or blend.weights is None else 1
     kept = []
     for number, prefix in enumerate(blend.prefixes):
-        lengths = IndexedDataset(prefix).lengths
+        lengths = settings.open(prefix).lengths
         first, last = split_range(fractions, len(lengths))
         if lengths[first:last].sum(dtype=np.int64) >= least:
             kept.append(number)
@@ -160,7 +164,7 @@ def build_gpt_dataset(
     settings: DataSettings,
 ) -> GPTDataset:
     """The dataset of sequences `fractions` of `prefix`; `name` (its split) is for messages."""
-    dataset = IndexedDataset(prefix, mmap=settings.mmap)
+    dataset = settings.open(prefix)
     sequences = split_range(fractions, len(dataset))
     key = {
         "kind": "GPTDataset",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.data.blended_dataset import normalize
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 
 SPLITS = ("train", "valid", "test")
 

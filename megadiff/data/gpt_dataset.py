@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megadiff.data.indexed_dataset import DataError, IndexedDataset
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import IndexedDataset
 
 _CHUNK = 1 << 20  # documents per step of the scan: its arrays stay in the cache
 

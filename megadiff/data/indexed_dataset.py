@@ -6,14 +6,15 @@ positions in the .bin, i64[D] document boundaries as sequence numbers, and i8[N]
 files only. A document without tokens repeats a boundary and has no sequence.
 """
 
-import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+
+from megadiff.data.errors import DataError
+from megadiff.data.storage import Bytes, FileBytes, MappedBytes, RemoteBytes, is_remote
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -29,11 +30,8 @@ DTYPES: dict[int, np.dtype] = {
     8: np.dtype(np.uint16),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+_COPY = 1 << 24  # bytes copied at once
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are stored as int32
-
-
-class DataError(ValueError):
-    """A file, flag or value of the data tools is wrong; the message says which and what to do."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -58,31 +56,52 @@ class IndexedDataset:
     Attributes: `dtype`; `lengths` int32 `[N]` in tokens; `pointers` int64 `[N]` in bytes;
     `documents` int64 `[D]`, where document d is sequences `[documents[d], documents[d + 1])`;
     `modes` int8 `[N]` or None. The index is memory-mapped; the tokens too, unless `mmap` is False,
-    which reads them with positioned reads and costs no address space.
+    which reads them where asked and costs no address space.
+
+    A `prefix` with a protocol (`s3://bucket/corpus`) is read through fsspec: its index whole, its
+    tokens in blocks, both kept in `cache_path` (default: `~/.cache/megadiff`).
     """
 
-    def __init__(self, prefix: str, *, mmap: bool = True) -> None:
+    def __init__(self, prefix: str, *, mmap: bool = True, cache_path: str | None = None) -> None:
         self.prefix = prefix
-        self.mmap = mmap
-        index = idx_path(prefix)
-        if not Path(index).is_file() or not Path(bin_path(prefix)).is_file():
-            raise DataError(_missing(prefix))
-        size = Path(index).stat().st_size
-        with Path(index).open("rb") as file:
+        self._options = {"mmap": mmap, "cache_path": cache_path}
+        if is_remote(prefix):
+            folder = cache_path or str(Path("~/.cache/megadiff").expanduser())
+            index = str(RemoteBytes(idx_path(prefix), folder).local_copy())
+            self._bytes: Bytes = RemoteBytes(bin_path(prefix), folder)
+        else:
+            index = idx_path(prefix)
+            if not Path(index).is_file() or not Path(bin_path(prefix)).is_file():
+                raise DataError(_missing(prefix))
+            self._bytes = (MappedBytes if mmap else FileBytes)(bin_path(prefix))
+        self._read_index(index)
+        need = 0
+        if len(self):
+            need = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if self.bin_size < need:
+            raise DataError(
+                f"{bin_path(prefix)}: {self.bin_size} bytes, but its index needs {need}: it was "
+                "cut off"
+            )
+
+    def _read_index(self, path: str) -> None:
+        size = Path(path).stat().st_size
+        with Path(path).open("rb") as file:
             head = file.read(HEADER.size)
+        name = idx_path(self.prefix)
         if len(head) < HEADER.size or head[:9] != MAGIC:
-            raise DataError(f"{index}: not a .idx file (it does not begin with {MAGIC!r})")
+            raise DataError(f"{name}: not a .idx file (it does not begin with {MAGIC!r})")
         _, version, code, count, bookends = HEADER.unpack(head)
         if version != VERSION or code not in DTYPES:
-            raise DataError(f"{index}: version {version}, dtype code {code}: not a format we know")
+            raise DataError(f"{name}: version {version}, dtype code {code}: not a format we know")
         plain = HEADER.size + 12 * count + 8 * bookends
         if size not in (plain, plain + count):
             raise DataError(
-                f"{index}: {size} bytes, but {count} sequences and {bookends - 1} documents need "
+                f"{name}: {size} bytes, but {count} sequences and {bookends - 1} documents need "
                 f"{plain}: the file was cut off or damaged"
             )
         self.dtype = DTYPES[code]
-        raw = np.memmap(index, dtype=np.uint8, mode="r")
+        raw = np.memmap(path, dtype=np.uint8, mode="r")
         start = HEADER.size
         self.lengths = np.frombuffer(raw, dtype="<i4", count=count, offset=start)
         self.pointers = np.frombuffer(raw, dtype="<i8", count=count, offset=start + 4 * count)
@@ -91,36 +110,10 @@ class IndexedDataset:
         if size > plain and count:
             self.modes = np.frombuffer(raw, dtype=np.int8, count=count, offset=plain)
         if bookends < 1 or int(self.documents[-1]) != count:
-            raise DataError(f"{index}: the last document does not end at the last sequence")
-        self._check_bin_size()
-        self._open_bin()
+            raise DataError(f"{name}: the last document does not end at the last sequence")
 
-    def _check_bin_size(self) -> None:
-        size = Path(bin_path(self.prefix)).stat().st_size
-        need = 0
-        if len(self):
-            need = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if size < need:
-            raise DataError(
-                f"{bin_path(self.prefix)}: {size} bytes, but its index needs {need}: it was cut off"
-            )
-
-    def _open_bin(self) -> None:
-        self._file: BinaryIO | None = None
-        self._bytes: np.ndarray | None = None
-        path = Path(bin_path(self.prefix))
-        if not self.mmap:
-            self._file = path.open("rb", buffering=0)
-        elif path.stat().st_size:
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        else:  # an empty file cannot be mapped
-            self._bytes = np.empty(0, dtype=np.uint8)
-
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.prefix, self.mmap
-
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        self.__init__(state[0], mmap=state[1])
+    def __reduce__(self) -> tuple:
+        return _reopen, (self.prefix, self._options)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -135,10 +128,7 @@ class IndexedDataset:
             length = int(self.lengths[index]) - offset
         begin = int(self.pointers[index]) + offset * self.dtype.itemsize
         size = length * self.dtype.itemsize
-        if self._bytes is not None:
-            return self._bytes[begin : begin + size].view(self.dtype)
-        assert self._file is not None
-        return np.frombuffer(_read_at(self._file, begin, size), dtype=self.dtype)
+        return self._bytes.read(begin, size).view(self.dtype)
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not -len(self) <= index < len(self):
@@ -148,16 +138,18 @@ class IndexedDataset:
     @property
     def bin_size(self) -> int:
         """Bytes of the .bin file."""
-        return Path(bin_path(self.prefix)).stat().st_size
+        return self._bytes.size
+
+    def read_bytes(self, begin: int, size: int) -> np.ndarray:
+        """Bytes of the .bin file, uint8."""
+        return self._bytes.read(begin, size)
 
     def token_chunks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
         """All tokens of the .bin in file order, `size` at a time, each with its first's number."""
-        with Path(bin_path(self.prefix)).open("rb") as file:
-            begin = 0
-            while chunk := file.read(size * self.dtype.itemsize):
-                tokens = np.frombuffer(chunk, dtype=self.dtype)
-                yield begin, tokens
-                begin += len(tokens)
+        total = self.bin_size // self.dtype.itemsize
+        for begin in range(0, total, size):
+            count = min(size, total - begin) * self.dtype.itemsize
+            yield begin, self._bytes.read(begin * self.dtype.itemsize, count).view(self.dtype)
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document `index`, its sequences one after another."""
@@ -166,16 +158,8 @@ class IndexedDataset:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
 
 
-def _read_at(file: BinaryIO, begin: int, size: int) -> bytes:
-    parts = []
-    while size > 0:
-        part = os.pread(file.fileno(), size, begin)
-        if not part:
-            raise DataError(f"{file.name}: ends at byte {begin}, {size} bytes early")
-        parts.append(part)
-        begin += len(part)
-        size -= len(part)
-    return b"".join(parts)
+def _reopen(prefix: str, options: dict) -> IndexedDataset:
+    return IndexedDataset(prefix, **options)
 
 
 def _missing(prefix: str) -> str:
@@ -247,14 +231,8 @@ class IndexedDatasetBuilder:
         begin = int(other.pointers[0])
         if end - begin != int(other.lengths.sum(dtype=np.int64)) * other.dtype.itemsize:
             raise DataError(f"{other.prefix}: its sequences do not lie one after another")
-        with Path(bin_path(other.prefix)).open("rb") as source:
-            source.seek(begin)
-            while begin < end:
-                block = source.read(min(1 << 24, end - begin))
-                if not block:
-                    raise DataError(f"{bin_path(other.prefix)}: the file was cut off")
-                self._file.write(block)
-                begin += len(block)
+        for position in range(begin, end, _COPY):
+            self._file.write(other.read_bytes(position, min(_COPY, end - position)).data)
 
     def finalize(self) -> None:
         self._file.close()

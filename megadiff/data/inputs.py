@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 
 Kind = Literal["jsonl", "text", "parquet", "error"]
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

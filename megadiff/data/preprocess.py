@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 
 from megadiff.data.documents import Problem, read_documents
-from megadiff.data.indexed_dataset import DataError, best_dtype
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import best_dtype
 from megadiff.data.inputs import Block, Position, list_inputs, read_blocks
 from megadiff.data.parallel_map import ordered_map
 from megadiff.data.preprocess_output import Encoded, Journal, Parts, State, Totals, exclusive

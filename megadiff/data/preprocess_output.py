@@ -12,7 +12,8 @@ from typing import BinaryIO
 import numpy as np
 
 from megadiff.data.documents import Problem
-from megadiff.data.indexed_dataset import DataError, publish
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import publish
 from megadiff.data.inputs import Position
 
 

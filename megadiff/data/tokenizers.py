@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 
 EOD_NAMES = (
     "<EOD>",

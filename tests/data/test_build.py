@@ -19,8 +19,9 @@ from megadiff.data.data_path import (
     read_data_args,
     read_per_split_data_args,
 )
+from megadiff.data.errors import DataError
 from megadiff.data.gpt_dataset import GPTDataset
-from megadiff.data.indexed_dataset import DataError, IndexedDatasetBuilder
+from megadiff.data.indexed_dataset import IndexedDatasetBuilder
 
 SEQ = 10
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import (
-    DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
     best_dtype,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.data.indexed_dataset import DataError, IndexedDataset
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.data.preprocess import PreprocessSettings, TokenizerSettings, Totals, preprocess
 from megadiff.data.tokenizers import ByteTokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 from megadiff.data.parallel_map import ordered_map
 
 

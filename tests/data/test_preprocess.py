@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megadiff.data import preprocess as module
-from megadiff.data.indexed_dataset import DataError, IndexedDataset
+from megadiff.data.errors import DataError
+from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.data.inputs import list_inputs
 from megadiff.data.preprocess import PreprocessSettings, TokenizerSettings, Totals, preprocess
 from megadiff.data.preprocess_output import exclusive

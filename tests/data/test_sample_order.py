@@ -8,8 +8,9 @@ import pytest
 
 from megadiff.data.blended_dataset import build_blend_order
 from megadiff.data.build import build_train_valid_test_datasets
+from megadiff.data.errors import DataError
 from megadiff.data.gpt_dataset import GPTDataset, build_order, plan_epochs
-from megadiff.data.indexed_dataset import DataError, IndexedDatasetBuilder
+from megadiff.data.indexed_dataset import IndexedDatasetBuilder
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "gpt_dataset.json").read_text())

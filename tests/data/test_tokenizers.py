@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.errors import DataError
 from megadiff.data.tokenizers import Tokenizer, build_tokenizer
 
 SYLLABLES = [

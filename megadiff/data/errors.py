@@ -1,0 +1,5 @@
+"""The error of the data room."""
+
+
+class DataError(ValueError):
+    """A file, flag or value of the data tools is wrong; the message says which and what to do."""
