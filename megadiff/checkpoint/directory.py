@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from megadiff.checkpoint.files import read_index
+from megadiff.checkpoint.files import in_threads, read_index
 from megadiff.checkpoint.ranks import describe
 from megadiff.checkpoint.storage import FORMAT, MANIFEST, file_entry, sync_directory
 
@@ -123,16 +123,21 @@ def damage(path: Path, checksums: bool = True, part: int = 0, parts: int = 1) ->
         files = read_manifest(path)
     except ValueError as error:
         return [str(error)]
-    problems = []
-    for number, (name, entry) in enumerate(sorted(files.items())):
+
+    def problem(number: int, name: str) -> str | None:
+        entry = files[name]
         try:
             size = (path / name).stat().st_size
             if size != entry["bytes"]:
-                problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
-            elif checksums and number % parts == part and file_entry(path / name) != entry:
-                problems.append(f"{name} does not match its checksum")
+                return f"{name} has {size} bytes instead of {entry['bytes']}"
+            if checksums and number % parts == part and file_entry(path / name) != entry:
+                return f"{name} does not match its checksum"
         except OSError as error:
-            problems.append(f"{name} is not readable ({describe(error)})")
+            return f"{name} is not readable ({describe(error)})"
+        return None
+
+    found = in_threads(problem, range(len(files)), sorted(files))
+    problems = [text for text in found if text is not None]
     if not problems:
         try:
             read_index(path)

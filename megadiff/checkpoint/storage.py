@@ -3,7 +3,7 @@
 A saved directory holds
 
     .metadata         torch's index: name, shape and dtype of each tensor and where its parts lie
-    __<n>_0.distcp    the parts that one process wrote
+    __<n>_<k>.distcp  the parts that process n wrote, in a few files
     <key>.json        one file per entry of the metadata
     manifest.json     size and checksum of every file; written last, the mark of a whole checkpoint
 
@@ -152,7 +152,7 @@ class CheckpointReader:
         return part
 
     def blocks(
-        self, name: str, max_bytes: int = 16 << 20
+        self, name: str, max_bytes: int = 4 << 20
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offsets and sizes of blocks of whole rows that make up the tensor `name`.
 

@@ -1,7 +1,7 @@
 """The parts of torch's distributed checkpoint that are ours: what is planned, written and read.
 
-Planners deal in pieces; the writer makes one durable file per process, the reader reads just the
-rectangles asked for. Byte objects, which torch would unpickle, are neither written nor read.
+Planners deal in pieces; the writer makes durable files, the reader reads just the rectangles asked
+for. Byte objects, which torch would unpickle, are neither written nor read.
 """
 
 import math
@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megadiff.checkpoint.files import DurableFile, TensorFile, write_tensor
+from megadiff.checkpoint.files import THREADS, DurableFile, TensorFile, in_threads, write_tensor
 from megadiff.checkpoint.state import Piece, ShardedTensor
+
+_FILE_SIZE = 128 << 20  # bytes from which on a process writes one more file, up to THREADS
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -91,7 +93,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 
 
 class TensorWriter(dcp.FileSystemWriter):
-    """Writes one durable file per process and remembers its size and checksum."""
+    """Writes durable files, a few per process side by side; remembers sizes and checksums."""
 
     def __init__(self, directory: Path):
         super().__init__(directory)
@@ -101,17 +103,22 @@ class TensorWriter(dcp.FileSystemWriter):
         """No path in the index: a checkpoint may be moved."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        results = []
-        if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
+        def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
+            name = f"{plan.storage_data.prefix}{number}.distcp"
+            results = []
             with DurableFile(Path(self.path) / name) as file:
-                for item in plan.items:
+                for item in items:
                     start, length = write_tensor(planner.resolve_data(item), file)
-                    info = _StorageInfo(name, start, length)
-                    results.append(WriteResult(item.index, length, info))
+                    results.append(
+                        WriteResult(item.index, length, _StorageInfo(name, start, length))
+                    )
             self.written[name] = {"bytes": file.bytes, "crc32": f"{file.crc32:08x}"}
+            return results
+
+        files = _balanced(plan.items)
+        parts = in_threads(write, range(len(files)), files)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([result for part in parts for result in part])
         return done
 
 
@@ -181,7 +188,8 @@ class TensorReader(dcp.FileSystemReader):
         for item in plan.items:
             path = self.storage_data[item.storage_index].relative_path
             by_file.setdefault(path, []).append(item)
-        for path, items in sorted(by_file.items()):
+
+        def read(path: str, items: list[ReadItem]) -> None:
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
             with TensorFile(Path(self.path) / path) as file:
                 for item in items:
@@ -192,9 +200,27 @@ class TensorReader(dcp.FileSystemReader):
                         item.storage_offsets,
                         planner.resolve_tensor(item),
                     )
+
+        in_threads(read, by_file.keys(), by_file.values())
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _balanced(items: list[WriteItem]) -> list[list[WriteItem]]:
+    """`items` in lists of about the same number of bytes, one for each file to write."""
+
+    def size(item: WriteItem) -> int:
+        return item.tensor_storage_size() or 0
+
+    total = sum(map(size, items))
+    files: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + total // _FILE_SIZE))]
+    sizes = [0] * len(files)
+    for item in sorted(items, key=size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        files[smallest].append(item)
+        sizes[smallest] += size(item)
+    return [file for file in files if file]
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:

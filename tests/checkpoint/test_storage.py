@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from megadiff.checkpoint import torch_parts
 from megadiff.checkpoint.directory import damage
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors, add_piece
@@ -93,6 +94,16 @@ def test_torch_opens_the_files(tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
     assert all(tensor.equal(values(name)) for name, tensor in plain.items())
+
+
+def test_a_process_writes_large_checkpoints_as_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_parts, "_FILE_SIZE", 100)
+    save(tmp_path, state(0, 1), {})
+    assert len(list(tmp_path.glob("*.distcp"))) == 4
+    assert damage(tmp_path) == []
+    tensors = state(0, 1, fill=7)
+    load(tmp_path, tensors)
+    check_loaded(tensors)
 
 
 def test_floating_types_are_converted_and_strided_pieces_filled(tmp_path):
