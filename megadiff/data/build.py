@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -21,8 +22,13 @@ from megadiff.data.data_path import SPLITS, Blend, parse_blend, parse_split, spl
 from megadiff.data.errors import DataError
 from megadiff.data.gpt_dataset import GPTDataset, NoSamples, SampleOrder, build_order
 from megadiff.data.indexed_dataset import IndexedDataset
+from megadiff.data.packed_dataset import PackedDataset, PackedOrder, build_packed_order
 
-Dataset = GPTDataset | BlendedDataset
+Source = GPTDataset | PackedDataset
+Dataset = Source | BlendedDataset
+
+Packing = Literal["concat", "best-fit"]
+"""How documents fill samples: one after another (Megatron), or whole (`packed_dataset`)."""
 
 _LARGE = 10_000_000  # entries of an index from which its making is announced
 
@@ -35,6 +41,7 @@ class DataSettings:
     seed: int
     cache_path: str | None = None
     mmap: bool = True
+    packing: Packing = "concat"
 
     def open(self, prefix: str) -> IndexedDataset:
         return IndexedDataset(prefix, mmap=self.mmap, cache_path=self.cache_path)
@@ -52,6 +59,7 @@ def build_train_valid_test_datasets(
     test_data_path: Sequence[str] | None = None,
     cache_path: str | None = None,
     mmap: bool = True,
+    packing: Packing = "concat",
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The three datasets of a run.
 
@@ -61,7 +69,7 @@ def build_train_valid_test_datasets(
     process per disk builds the index and the others map it. Raises DataError for anything that is
     not as it should be.
     """
-    settings = DataSettings(seq_length, seed, cache_path, mmap)
+    settings = DataSettings(seq_length, seed, cache_path, mmap, packing)
     per_split = (train_data_path, valid_data_path, test_data_path)
     if data_path is not None:
         if any(path is not None for path in per_split):
@@ -90,12 +98,13 @@ def build_named_datasets(
     seed: int,
     cache_path: str | None = None,
     mmap: bool = True,
+    packing: Packing = "concat",
 ) -> dict[str, Dataset]:
     """Validation sets by name, each with its own list of data paths, used whole.
 
     `samples` as in `build_train_valid_test_datasets`, for each of the sets.
     """
-    settings = DataSettings(seq_length, seed, cache_path, mmap)
+    settings = DataSettings(seq_length, seed, cache_path, mmap, packing)
     datasets = {}
     for name, words in data_paths.items():
         dataset = _build(parse_blend(words), name, (0.0, 1.0), samples, settings)
@@ -114,10 +123,10 @@ def _build(
     if fractions is None or samples == 0:
         return None
     if len(blend.prefixes) == 1:
-        return build_gpt_dataset(blend.prefixes[0], name, fractions, samples, settings)
+        return build_source(blend.prefixes[0], name, fractions, samples, settings)
     blend = _without_empty(blend, name, fractions, samples is None, settings)
     if blend.weights is None:
-        datasets = [build_gpt_dataset(p, name, fractions, None, settings) for p in blend.prefixes]
+        datasets = [build_source(p, name, fractions, None, settings) for p in blend.prefixes]
         sizes = [len(dataset) for dataset in datasets]
         size = sum(sizes) if samples is None else min(samples, sum(sizes))
         return blend_datasets(datasets, normalize(sizes), size, settings)
@@ -125,7 +134,7 @@ def _build(
         raise DataError(f"a weighted blend for {name} needs a number of samples")
     weights = normalize(blend.weights)
     datasets = [
-        build_gpt_dataset(p, name, fractions, samples_to_request(w, samples), settings)
+        build_source(p, name, fractions, samples_to_request(w, samples), settings)
         for p, w in zip(blend.prefixes, weights, strict=True)
     ]
     return blend_datasets(datasets, weights, blend_size(weights, samples), settings)
@@ -139,7 +148,8 @@ def _without_empty(
     settings: DataSettings,
 ) -> Blend:
     """The blend without datasets that give this split no sample; others take over their share."""
-    least = settings.seq_length + 1 if one_epoch or blend.weights is None else 1
+    whole = settings.packing == "concat" and (one_epoch or blend.weights is None)
+    least = settings.seq_length + 1 if whole else 2
     kept = []
     for number, prefix in enumerate(blend.prefixes):
         lengths = settings.open(prefix).lengths
@@ -156,18 +166,19 @@ def _without_empty(
     return Blend(tuple(blend.prefixes[number] for number in kept), weights)
 
 
-def build_gpt_dataset(
+def build_source(
     prefix: str,
     name: str,
     fractions: tuple[float, float],
     samples: int | None,
     settings: DataSettings,
-) -> GPTDataset:
-    """The dataset of sequences `fractions` of `prefix`; `name` (its split) is for messages."""
+) -> Source:
+    """Samples of the sequences `fractions` of `prefix`; `name` (the split) is for messages."""
     dataset = settings.open(prefix)
     sequences = split_range(fractions, len(dataset))
+    packed = settings.packing == "best-fit"
     key = {
-        "kind": "GPTDataset",
+        "kind": "PackedDataset" if packed else "GPTDataset",
         "lengths": cache.digest(dataset.lengths) if settings.cache_path else None,
         "sequences": sequences,
         "samples": samples,
@@ -176,23 +187,27 @@ def build_gpt_dataset(
     }
 
     def make() -> dict[str, np.ndarray]:
-        lengths = dataset.lengths
         where = f"{prefix}, {name} split (sequences {sequences[0]} to {sequences[1]})"
+        build = build_packed_order if packed else build_order
         with _announced(f"the sample order of {where}", sequences[1] - sequences[0]):
             try:
-                order = build_order(lengths, sequences, samples, settings.seq_length, settings.seed)
+                order = build(
+                    dataset.lengths, sequences, samples, settings.seq_length, settings.seed
+                )
             except NoSamples as error:
                 raise NoSamples(
                     f"{where}: {error}; change --split or give the split data of its own"
                 ) from None
         return vars(order)
 
-    order = SampleOrder(**cache.load_or_make(settings.cache_path, key, make))
-    return GPTDataset(dataset, order, settings.seq_length)
+    arrays = cache.load_or_make(settings.cache_path, key, make)
+    if packed:
+        return PackedDataset(dataset, PackedOrder(**arrays), settings.seq_length)
+    return GPTDataset(dataset, SampleOrder(**arrays), settings.seq_length)
 
 
 def blend_datasets(
-    datasets: Sequence[GPTDataset], weights: Sequence[float], size: int, settings: DataSettings
+    datasets: Sequence[Source], weights: Sequence[float], size: int, settings: DataSettings
 ) -> BlendedDataset:
     """`size` samples of `datasets` by normalized `weights`."""
     key = {"kind": "BlendedDataset", "weights": list(weights), "size": size}

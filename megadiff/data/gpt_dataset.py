@@ -148,11 +148,13 @@ class Piece:
 class Sample:
     """`tokens` int64 `[seq_length + 1]`; `starts` int32: the positions at which sequences begin.
 
-    The first entry of `starts` is 0 even where the sample begins inside a sequence.
+    The first entry of `starts` is 0 even where the sample begins inside a sequence. Tokens from
+    `filled` on are padding (None: there is none).
     """
 
     tokens: np.ndarray
     starts: np.ndarray
+    filled: int | None = None
 
 
 class GPTDataset:

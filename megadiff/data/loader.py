@@ -77,6 +77,9 @@ def collate(samples: Sequence[Sample], rules: DocumentRules) -> MicroBatch:
     loss_mask = np.ones((batch, length), dtype=np.float32)
     if rules.eod_mask_loss:
         loss_mask[tokens == rules.eod] = 0.0
+    for row, sample in zip(loss_mask, samples, strict=True):
+        if sample.filled is not None:
+            row[max(sample.filled - 1, 0) :] = 0.0  # where the label is padding
     positions = np.tile(np.arange(length, dtype=np.int64), (batch, 1))
     cu_seqlens = None
     if rules.reset_position_ids or rules.reset_attention_mask:
