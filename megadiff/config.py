@@ -899,6 +899,17 @@ def _validate_training(config: Config, world_size: int) -> None:
         f"--lr-warmup-iters {o.lr_warmup_iters} is longer than the schedule of {decay} steps",
     )
     _require(
+        o.main_weights == "float32" or t.bf16,
+        f"--main-weights {o.main_weights} is a way to round bfloat16 parameters: give --bf16",
+    )
+    _require(
+        o.loss_scale is None or t.fp16,
+        f"--loss-scale {o.loss_scale} is for --fp16",
+    )
+    _require_positive(
+        o, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
+    )
+    _require(
         o.use_distributed_optimizer or not o.overlap_param_gather,
         "--overlap-param-gather needs --use-distributed-optimizer",
     )

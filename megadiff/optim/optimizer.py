@@ -100,6 +100,8 @@ class Optimizer:
                 self.shards, self.buckets, tensor_parallel_group, is_muon_matrix
             )
         device = self.buckets.buckets[0].parameters.device
+        counted = [float(r.treatment.counted) for r in self._ranges]
+        self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
         self.steps = 0
         self.updates = torch.zeros((), dtype=torch.float32, device=device)  # steps not skipped
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -165,12 +167,14 @@ class Optimizer:
         return StepResult(norm, skipped, scale)
 
     def _gradient_norm(self) -> Tensor:
-        """L2 norm over the whole model, each element once; float64 over the norms of ranges."""
-        counted = [r.gradient for r in self._ranges if r.treatment.counted]
+        """L2 norm over the whole model, each element once; float64 over the norms of ranges.
+
+        Copies have no part in it, but one that is not finite makes the norm so: 0 x inf is NaN.
+        """
         square = torch.zeros((), dtype=torch.float64, device=self.updates.device)
-        if counted:
-            norms = torch.stack([n.double() for n in torch._foreach_norm(counted)])
-            square = norms.square().sum()
+        if self._ranges:
+            norms = torch._foreach_norm([r.gradient for r in self._ranges])
+            square = (torch.stack(norms).double().square() * self._counted).sum()
         for group in self._norm_groups:
             dist.all_reduce(square, group=group)
         return square.sqrt()

@@ -5,9 +5,13 @@ import torch
 import torch.distributed as dist
 
 from megadiff.config import OptimizerConfig
+from megadiff.models.decoder import Decoder
 from megadiff.optim.optimizer import Optimizer
 from megadiff.optim.shards import Shard
+from megadiff.parallel.mesh import build_mesh
+from megadiff.parallel.parameter import initialize
 from tests.distributed import run_distributed
+from tests.optim.test_model_splits import MODEL
 from tests.optim.toy import Toy, batch
 
 CONFIG = OptimizerConfig(clip_grad=1.0, initial_loss_scale=64.0, hysteresis=1)
@@ -94,6 +98,24 @@ def test_one_overflow_skips_the_step_on_every_rank(sharded: bool) -> None:
         assert seen == [(False, 64, True), (True, 64, False), (False, 32, True), (False, 32, True)]
         assert scalars["updates"] == 3 and scalars["loss_scale"] == 32
         assert torch.equal(weights, results[0][2]) and weights.isfinite().all()
+
+
+def overflow_in_one_part_of_the_model() -> tuple:
+    mesh = build_mesh(tensor=2)
+    model = Decoder(MODEL, mesh, dtype=torch.float16)
+    initialize(model, 1)
+    optimizer = Optimizer(model, CONFIG, model_parallel_group=mesh.model.group)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        optimizer.buckets.buckets[0].slots[0].gradient.view(-1)[0] = torch.inf
+    result = optimizer.step(0.1)
+    same = all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    return bool(result.skipped), same, optimizer.state_scalars()["loss_scale"]
+
+
+def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all() -> None:
+    assert run_distributed(2, overflow_in_one_part_of_the_model) == [(True, True, 32.0)] * 2
 
 
 def test_loss_scale_does_not_change_the_update() -> None:
