@@ -351,7 +351,15 @@ class DataConfig:
     train_data_path: list[str] = _option([], "as --data-path, for training alone")
     valid_data_path: list[str] = _option([], "as --data-path, for validation alone")
     test_data_path: list[str] = _option([], "as --data-path, for the test at the end alone")
+    data_args_path: str | None = _option(None, "file that holds the words of --data-path")
+    per_split_data_args_path: str | None = _option(
+        None, "JSON file with the lists for train, valid and test"
+    )
     split: str = _option("969,30,1", "shares of --data-path for training, validation and test")
+    packing: Literal["concat", "best-fit"] = _option(
+        "concat", "documents one after another, or whole ones packed into samples"
+    )
+    mmap_bin_files: bool = _option(True, "memory-map the tokens, else read them where needed")
     data_cache_path: str | None = _option(None, "folder of the sample indices")
     tokenizer_type: str = _option("SentencePieceTokenizer", "kind of tokenizer")
     tokenizer_model: str | None = _option(None, "file of the tokenizer")

@@ -161,13 +161,11 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def step(arguments: argparse.Namespace, run_flags: list[str]) -> int:
     """Print what each sample of a global batch of training is made of."""
-    from megadiff.config import load_config
     from megadiff.parallel.mesh import Axis
     from megadiff.training.data import build_data, set_vocabulary
+    from tools.prepare_cache import read_run
 
-    config = load_config(run_flags)
-    if config.training.global_batch_size is None or config.training.train_iters is None:
-        raise DataError("give --global-batch-size and --train-iters as in the run")
+    config = read_run(run_flags)
     eod = set_vocabulary(config)
     d = config.data
     tokenizer = None
@@ -176,10 +174,12 @@ def step(arguments: argparse.Namespace, run_flags: list[str]) -> int:
             d.tokenizer_type, d.tokenizer_model, d.vocab_file, d.merge_file, config.model.vocab_size
         )
     dataset = build_data(config, Axis(), eod).train.dataset
-    size = config.training.global_batch_size
     first = arguments.consumed_samples
     if first is None:
-        first = (arguments.step - 1) * size
+        first = 0
+        for _ in range(1, arguments.step):
+            first += config.training.batch_size(first)
+    size = config.training.batch_size(first)
     if not 0 <= first <= len(dataset) - size:
         raise DataError(f"samples {first} to {first + size}: the run reads {len(dataset)}")
     for number in range(first, first + size):

@@ -10,20 +10,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megadiff.config import load_config
+from megadiff.config import Config, load_config
 from megadiff.data.errors import DataError
 from megadiff.parallel.mesh import Axis
 from megadiff.training.data import RunData, build_data, set_vocabulary
 
 
-def prepare(run_flags: list[str]) -> RunData:
+def read_run(run_flags: list[str]) -> Config:
+    """The configuration of a run, as far as the order of its samples depends on it."""
     config = load_config(run_flags)
+    t = config.training
+    if t.global_batch_size is None or (t.train_iters is None and t.train_samples is None):
+        raise DataError("give --global-batch-size and --train-iters or --train-samples of the run")
+    if t.train_iters is None:
+        assert t.train_samples is not None
+        t.train_iters = -(-t.train_samples // t.global_batch_size)
+    return config
+
+
+def prepare(run_flags: list[str]) -> RunData:
+    config = read_run(run_flags)
     if config.data.data_cache_path is None:
-        raise DataError(
-            "give --data-cache-path, the folder that the run will read the indices from"
-        )
-    if config.training.global_batch_size is None or config.training.train_iters is None:
-        raise DataError("give --global-batch-size and --train-iters as in the run")
+        raise DataError("give --data-cache-path, where the run will look for the indices")
     return build_data(config, Axis(), set_vocabulary(config))
 
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megadiff.config import Config, ConfigError
-from megadiff.data.build import Dataset, build_train_valid_test_datasets, parse_blend
+from megadiff.config import Config, ConfigError, DataConfig
+from megadiff.data.blended_dataset import BlendedDataset
+from megadiff.data.build import Dataset, build_train_valid_test_datasets
 from megadiff.data.cache import digest
-from megadiff.data.gpt_dataset import GPTDataset, Sample
+from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
+from megadiff.data.gpt_dataset import Sample
 from megadiff.data.indexed_dataset import DataError
 from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, sample_numbers
 from megadiff.data.tokenizers import build_tokenizer
@@ -146,6 +148,7 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
     """
     t, d = config.training, config.data
     assert t.train_iters is not None and t.global_batch_size is not None
+    _read_data_args(d)
     if not d.data_path and not d.train_data_path:
         raise ConfigError("no training data: give --data-path, or --train-data-path")
     wanted = t.eval_iters * t.global_batch_size
@@ -166,6 +169,8 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         "seq_length": t.seq_length,
         "seed": t.seed,
         "cache_path": d.data_cache_path,
+        "mmap": d.mmap_bin_files,
+        "packing": d.packing,
     }
     per_split = {
         "train_data_path": d.train_data_path or None,
@@ -194,15 +199,32 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
     )
 
 
+def _read_data_args(d: DataConfig) -> None:
+    """Replace the files that hold data paths by what they hold."""
+    if d.data_args_path:
+        if d.data_path:
+            raise ConfigError("give --data-path or --data-args-path, not both")
+        d.data_path, d.data_args_path = read_data_args(d.data_args_path), None
+    if d.per_split_data_args_path:
+        if d.data_path or d.train_data_path or d.valid_data_path or d.test_data_path:
+            raise ConfigError("--per-split-data-args-path takes the place of all other data paths")
+        lists = read_per_split_data_args(d.per_split_data_args_path)
+        d.train_data_path = lists["train"] or []
+        d.valid_data_path = lists["valid"] or []
+        d.test_data_path = lists["test"] or []
+        d.per_split_data_args_path = None
+
+
 def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
     """What decides which sample comes when: by content of the data, not by where they lie."""
-    parts = [train] if isinstance(train, GPTDataset) else list(train.datasets)
+    parts = train.datasets if isinstance(train, BlendedDataset) else [train]
     words = config.data.data_path or config.data.train_data_path
     weights = parse_blend(words).weights
     return {
         "seq_length": config.training.seq_length,
         "seed": config.training.seed,
         "split": config.data.split if config.data.data_path else None,
+        "packing": config.data.packing,
         "weights": None if weights is None else list(weights),
         "datasets": [
             {

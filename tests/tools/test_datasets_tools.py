@@ -1,6 +1,7 @@
 """merge_datasets, split_dataset, inspect_data and prepare_cache, as they are called."""
 
 import ast
+import json
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,12 @@ def test_shards_hold_about_as_many_tokens(tmp_path: Path) -> None:
         (inspect_data.main, "show {a} --documents 40", "there are 40 documents"),
         (inspect_data.main, "show {a} --documents x", "a number, or first-last"),
         (inspect_data.main, "stats {a} --nonsense", "unknown words: --nonsense"),
-        (prepare_cache.main, "--data-path {a}", "--data-cache-path"),
+        (prepare_cache.main, "--data-path {a}", "--global-batch-size and --train-iters"),
+        (
+            prepare_cache.main,
+            "--data-path {a} --global-batch-size 4 --train-iters 2 --tokenizer-type ByteTokenizer",
+            "--data-cache-path",
+        ),
     ],
 )
 def test_errors(
@@ -147,12 +153,16 @@ def run_flags(prefix: str, folder: Path) -> list[str]:
     return [*flags.split(), "--data-cache-path", str(folder)]
 
 
-def test_a_step_is_what_training_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+def test_a_step_is_what_training_reads(
+    packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from megadiff.config import load_config
     from megadiff.parallel.mesh import Axis
     from megadiff.training.data import build_data, set_vocabulary
 
     flags = run_flags(write(tmp_path / "a", TEXTS), tmp_path / "cache")
+    flags += ["--packing", packing]
     assert inspect_data.main(["step", "--step", "3", "--characters", "0", *flags]) == 0
     samples: list[str] = []
     for line in capsys.readouterr().out.splitlines():
@@ -164,7 +174,7 @@ def test_a_step_is_what_training_reads(tmp_path: Path, capsys: pytest.CaptureFix
     batches = build_data(config, Axis(), set_vocabulary(config)).train.step(8, 4)
     assert len(samples) == len(batches) == 4
     for text, batch in zip(samples, batches, strict=True):
-        assert text.startswith(ByteTokenizer().decode(batch.tokens[0].tolist()))
+        assert text.startswith(ByteTokenizer().decode(batch.tokens[0].tolist()).rstrip("\0"))
 
 
 def test_prepared_cache_is_what_a_run_finds(
@@ -177,3 +187,22 @@ def test_prepared_cache_is_what_a_run_finds(
     assert len(before) == 2  # train and valid
     assert inspect_data.main(["step", "--step", "1", *flags]) == 0
     assert sorted((tmp_path / "cache").iterdir()) == before
+
+
+def test_data_paths_may_stand_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", TEXTS), write(tmp_path / "b", TEXTS[:20])
+    words, lists = tmp_path / "words", tmp_path / "lists.json"
+    words.write_text(f"0.5 {a} 0.5 {b}")
+    lists.write_text(json.dumps({"train": [a], "valid": [b]}))
+    flags = run_flags("PATH", tmp_path / "cache")
+    at = flags.index("--data-path")
+    del flags[at : at + 2]
+    assert prepare_cache.main([*flags, "--data-args-path", str(words)]) == 0
+    blended = capsys.readouterr().out.splitlines()
+    assert blended[0] == "train: 40 samples"
+    assert prepare_cache.main([*flags, "--per-split-data-args-path", str(lists)]) == 0
+    apart = capsys.readouterr().out.splitlines()
+    assert apart[1].startswith("valid: ") and apart[2] == "test: none"
+    words_twice = ["--data-args-path", str(words), "--data-path", a]
+    assert prepare_cache.main([*flags, *words_twice]) == 1
+    assert "not both" in capsys.readouterr().err
