@@ -25,6 +25,11 @@ def checkpoint_path(root: str | Path, step: int) -> Path:
     return Path(root) / f"iter_{step:07d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of the checkpoint at `path`."""
+    return int(path.name.removeprefix("iter_"))
+
+
 def saving_path(root: str | Path, step: int) -> Path:
     return Path(root) / f"{_SAVING}iter_{step:07d}"
 

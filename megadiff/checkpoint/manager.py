@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,29 @@ def find_checkpoint(
     raise CheckpointError(f"no checkpoint to load in {root}: {_tell(found, note)}; {hint}")
 
 
+def find_newest(
+    roots: Sequence[str | Path], verify: bool = True, group: dist.ProcessGroup | None = None
+) -> Path | None:
+    """The one with the latest step among what `find_checkpoint` finds in each of `roots`.
+
+    A place where nothing is whole is told of and passed over while another has a whole checkpoint.
+    """
+    found: list[Path] = []
+    errors: list[CheckpointError] = []
+    for root in roots:
+        try:
+            path = find_checkpoint(root, verify=verify, group=group)
+            found += [] if path is None else [path]
+        except CheckpointError as error:
+            errors.append(error)
+    if errors and not found:
+        raise errors[0]
+    for error in errors:
+        if Ranks(group).rank == 0:
+            logger.warning("%s; looking elsewhere", error)
+    return max(found, key=lambda path: layout.step_of(path), default=None)
+
+
 def _candidates(root: Path, step: int | None) -> tuple[list[int], int | None, str]:
     """Steps to try in this order, the one that is meant, and a remark on the tracker."""
     if step is not None:
@@ -95,6 +119,9 @@ def _tell(found: dict[int, list[str]], note: str) -> str:
 class CheckpointManager:
     """Saves checkpoints into `root`, keeps the last `keep_last` and every `keep_every`-th step.
 
+    `second` is another place, which all ranks see too but which may be lost, for saves in between:
+    a memory disk, a burst buffer. It holds one checkpoint.
+
     With `background`, training waits only until its tensors are copied to host memory; a thread
     with a gloo group of its own writes them. `proven` is the step that the run was resumed from,
     which retention spares: it is known to load. All ranks make it together, and use it as a context
@@ -109,8 +136,10 @@ class CheckpointManager:
         keep_every: int | None = None,
         background: bool = False,
         proven: int | None = None,
+        second: str | Path | None = None,
     ):
         self.root = Path(root)
+        self.second = None if second is None else Path(second)
         self._keep_last, self._keep_every, self._proven = keep_last, keep_every, proven
         group: Any = None
         if dist.is_initialized():
@@ -119,7 +148,10 @@ class CheckpointManager:
         self._buffers = HostBuffers() if background else None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self._ranks.first(f"cannot save checkpoints in {self.root}", self._try_to_write)
+        for place in (self.root, self.second):
+            if place is not None:
+                what = f"cannot save checkpoints in {place}"
+                self._ranks.first(what, lambda place=place: _try_to_write(place))
 
     def reserve(self, tensors: Tensors) -> None:
         """Allocate now the host memory that the first background save would have to wait for."""
@@ -129,22 +161,27 @@ class CheckpointManager:
                 "no memory for saving in the background", lambda: buffers.reserve(tensors)
             )
 
-    def save(self, step: int, tensors: Tensors, metadata: dict[str, dict]) -> float:
+    def save(
+        self, step: int, tensors: Tensors, metadata: dict[str, dict], second: bool = False
+    ) -> float:
         """Save the checkpoint of `step`; the seconds that training waited for it.
+
+        `second` saves to the second place instead.
 
         Waits for the last save. Raises CheckpointError on all ranks when that one or this one fails
         on any; earlier checkpoints remain.
         """
         start = time.perf_counter()
         self.wait()
-        buffers = self._buffers
+        root, buffers = self.second if second else self.root, self._buffers
+        assert root is not None, "there is no second place"
         if buffers is None:
-            self._write(step, tensors, metadata)
+            self._write(root, step, tensors, metadata)
         else:
-            what = f"cannot save {layout.checkpoint_path(self.root, step)}"
+            what = f"cannot save {layout.checkpoint_path(root, step)}"
             copies: list[Tensors] = []
             self._ranks.all(what, lambda: copies.append(buffers.copy(tensors)))
-            arguments = (step, copies[0], copy.deepcopy(metadata))
+            arguments = (root, step, copies[0], copy.deepcopy(metadata))
             self._thread = threading.Thread(
                 target=self._write_in_background, args=arguments, name="checkpoint"
             )
@@ -179,9 +216,11 @@ class CheckpointManager:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _write_in_background(self, step: int, tensors: Tensors, metadata: dict[str, dict]) -> None:
+    def _write_in_background(
+        self, root: Path, step: int, tensors: Tensors, metadata: dict[str, dict]
+    ) -> None:
         try:
-            self._write(step, tensors, metadata)
+            self._write(root, step, tensors, metadata)
         except CheckpointError as error:
             self._error = error
         except BaseException as error:  # say what it is, whatever it is: nobody else sees it
@@ -191,39 +230,41 @@ class CheckpointManager:
         if self._error is not None:
             logger.error("%s", self._error)
 
-    def _write(self, step: int, tensors: Tensors, metadata: dict[str, dict]) -> None:
-        what = f"cannot save {layout.checkpoint_path(self.root, step)}"
-        saving = layout.saving_path(self.root, step)
+    def _write(self, root: Path, step: int, tensors: Tensors, metadata: dict[str, dict]) -> None:
+        what = f"cannot save {layout.checkpoint_path(root, step)}"
+        saving = layout.saving_path(root, step)
         start = time.perf_counter()
-        self._ranks.first(what, lambda: layout.sweep(self.root))
+        self._ranks.first(what, lambda: layout.sweep(root))
         try:
             save(saving, tensors, metadata, self._ranks.group)
-            self._ranks.first(what, lambda: self._publish(step))
+            self._ranks.first(what, lambda: self._publish(root, step))
         except CheckpointError:
             if self._ranks.rank == 0:
                 shutil.rmtree(saving, ignore_errors=True)
             raise
         if self._ranks.rank == 0:
-            path = layout.checkpoint_path(self.root, step)
+            path = layout.checkpoint_path(root, step)
             size = sum(entry["bytes"] for entry in layout.read_manifest(path).values())
             seconds = time.perf_counter() - start
             speed = size / seconds / 1e9
             logger.info("wrote %s: %.3g GB in %.2f s, %.2f GB/s", path, size / 1e9, seconds, speed)
 
-    def _publish(self, step: int) -> None:
-        layout.publish(self.root, step)
-        layout.write_tracker(self.root, step)
-        paths = {s: layout.checkpoint_path(self.root, s) for s in layout.list_steps(self.root)}
+    def _publish(self, root: Path, step: int) -> None:
+        layout.publish(root, step)
+        layout.write_tracker(root, step)
+        paths = {s: layout.checkpoint_path(root, s) for s in layout.list_steps(root)}
         whole = [s for s, path in paths.items() if not layout.damage(path, checksums=False)]
-        for old in layout.expired(whole, self._keep_last, self._keep_every):
+        last, every = (1, None) if root == self.second else (self._keep_last, self._keep_every)
+        for old in layout.expired(whole, last, every):
             if old not in (step, self._proven):
                 layout.remove(paths[old])
 
-    def _try_to_write(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        probe = self.root / ".probe"
-        with probe.open("w") as file:
-            file.write("x")
-            file.flush()
-            os.fsync(file.fileno())
-        probe.unlink()
+
+def _try_to_write(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / ".probe"
+    with probe.open("w") as file:
+        file.write("x")
+        file.flush()
+        os.fsync(file.fileno())
+    probe.unlink()
