@@ -382,6 +382,14 @@ class CheckpointConfig:
     save_retain_interval: int | None = _option(
         None, "keep steps divisible by this beyond --keep-last-n-checkpoints"
     )
+    non_persistent_save_interval: int | None = _option(
+        None, "steps between saves to --non-persistent-global-ckpt-dir, which holds only the last"
+    )
+    non_persistent_global_ckpt_dir: str | None = _option(
+        None,
+        "second, faster folder that all ranks see, such as a memory disk; a run also resumes "
+        "from here",
+    )
     load: str | None = _option(None, "folder to resume from")
     ckpt_step: int | None = _option(None, "step to load; the newest by default")
     finetune: bool = _option(False, "load weights only and start at step 0")
@@ -921,11 +929,21 @@ def _validate_training(config: Config, world_size: int) -> None:
         o.use_distributed_optimizer or not o.overlap_param_gather,
         "--overlap-param-gather needs --use-distributed-optimizer",
     )
+    c = config.checkpoint
     _require_positive(
-        config.checkpoint, "save_interval", "keep_last_n_checkpoints", "save_retain_interval"
+        c,
+        "save_interval",
+        "keep_last_n_checkpoints",
+        "save_retain_interval",
+        "non_persistent_save_interval",
     )
     _require_positive(config.logging, "log_interval")
     _require(
-        config.checkpoint.save_interval is None or config.checkpoint.save is not None,
+        c.save_interval is None or c.save is not None,
         "--save-interval is given without --save: where should checkpoints go?",
+    )
+    _require(
+        c.non_persistent_save_interval is None
+        or (c.save is not None and c.non_persistent_global_ckpt_dir is not None),
+        "--non-persistent-save-interval needs --non-persistent-global-ckpt-dir, and --save too",
     )

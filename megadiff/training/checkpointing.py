@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megadiff.checkpoint import rng
-from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
+from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint, find_newest
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces, module_tensors
 from megadiff.checkpoint.storage import load, read_metadata
@@ -56,12 +56,15 @@ def save(
     schedule: Schedule,
     data: dict[str, Any],
     progress: Progress,
+    *,
+    second: bool,
 ) -> float:
-    """Save a checkpoint of `progress.iteration`; the seconds it took. Raises CheckpointError."""
+    """Save a checkpoint of `progress.iteration`, or one in between to the `second` place.
+
+    Returns the seconds that training waited. Raises CheckpointError.
+    """
     engine.optimizer.wait_for_parameters()
-    replicas = env.mesh.dp_cp
-    tensors = module_tensors(engine.model, replicas.rank, replicas.size)
-    tensors |= optimizer_tensors(engine.optimizer) | rng.rng_tensors()
+    tensors = state_tensors(engine, env)
     metadata = {
         "progress": asdict(progress),
         "optimizer": engine.optimizer.state_scalars(),
@@ -70,7 +73,14 @@ def save(
         "config": to_dict(config),
         "versions": versions(),
     }
-    return manager.save(progress.iteration, tensors, metadata)
+    return manager.save(progress.iteration, tensors, metadata, second=second)
+
+
+def state_tensors(engine: Engine, env: Environment) -> Tensors:
+    """All tensors of a checkpoint, as this rank holds them now."""
+    replicas = env.mesh.dp_cp
+    tensors = module_tensors(engine.model, replicas.rank, replicas.size)
+    return tensors | optimizer_tensors(engine.optimizer) | rng.rng_tensors()
 
 
 def versions() -> dict[str, str]:
@@ -94,7 +104,11 @@ def find(config: Config, env: Environment) -> Saved | None:
     settings = config.checkpoint
     if settings.load is None:
         return None
-    path = find_checkpoint(settings.load, settings.ckpt_step, group=env.control)
+    if settings.ckpt_step is None and settings.non_persistent_global_ckpt_dir is not None:
+        places = [settings.load, settings.non_persistent_global_ckpt_dir]
+        path = find_newest(places, group=env.control)
+    else:
+        path = find_checkpoint(settings.load, settings.ckpt_step, group=env.control)
     if path is None:
         if settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {settings.load}: there is no checkpoint")

@@ -33,7 +33,8 @@ class Run:
     schedule: Schedule
     log: RunLog
     requests: StopRequests
-    save: Callable[[Progress], None]  # does nothing without --save
+    save: Callable[[Progress, bool], None]  # True: to the second place; nothing without --save
+    check_save: Callable[[], None]  # raises the error of a save in the background
 
 
 def train(run: Run, progress: Progress) -> str:
@@ -72,10 +73,14 @@ def train(run: Run, progress: Progress) -> str:
             check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
         if t.eval_interval and progress.iteration % t.eval_interval == 0 and not last:
             evaluate(run, progress, "validation")
+        run.check_save()
         every = run.config.checkpoint.save_interval
+        between = run.config.checkpoint.non_persistent_save_interval
         if every is not None and progress.iteration % every == 0:
-            run.save(progress)
+            run.save(progress, False)
             saved_at = progress.iteration
+        elif between is not None and progress.iteration % between == 0:
+            run.save(progress, True)
         clock.start()
         if t.exit_interval and progress.iteration % t.exit_interval == 0 and not last:
             reason = "exit interval"
@@ -83,7 +88,7 @@ def train(run: Run, progress: Progress) -> str:
     if interval.losses:
         _log_interval(run, progress, interval, clock)
     if progress.iteration > saved_at:
-        run.save(progress)
+        run.save(progress, False)
     if reason == "finished":
         evaluate(run, progress, "validation")
         evaluate(run, progress, "test")

@@ -63,18 +63,26 @@ def pretrain(config: Config) -> str:
         for line in describe_groups([engine.model], config.optimizer):
             log.line(f" {line}")
 
-        def save(progress: Progress) -> None:
+        def save(progress: Progress, second: bool) -> None:
             if manager is not None:
                 seconds = checkpointing.save(
-                    manager, config, engine, env, schedule, data.identity, progress
+                    manager, config, engine, env, schedule, data.identity, progress, second=second
                 )
                 log.line(
-                    f" saved iteration {progress.iteration} in {manager.root}; "
-                    f"training waited {seconds:.1f} s"
+                    f" saved iteration {progress.iteration} in "
+                    f"{manager.second if second else manager.root}; training waited "
+                    f"{seconds:.3f} s"
                 )
 
+        def check_save() -> None:
+            if manager is not None:
+                manager.check()
+
+        if manager is not None:
+            manager.reserve(checkpointing.state_tensors(engine, env))
+
         requests = stack.enter_context(StopRequests.install(t))
-        run = Run(config, env, engine, size, data, schedule, log, requests, save)
+        run = Run(config, env, engine, size, data, schedule, log, requests, save, check_save)
         reason = train(run, progress)
         if manager is not None:
             manager.wait()
@@ -93,6 +101,7 @@ def open_manager(
         keep_every=settings.save_retain_interval,
         background=settings.async_save,
         proven=None if saved is None else saved.progress.iteration,
+        second=settings.non_persistent_global_ckpt_dir,
     )
 
 

@@ -87,6 +87,26 @@ def test_a_run_goes_on_after_kills_and_damage(text, undisturbed, tmp_path):
     assert output.read_text().count("the newest whole one") >= 1
 
 
+def test_a_run_resumes_from_its_second_place(text, tmp_path):
+    root, second, output = tmp_path / "first", tmp_path / "second", tmp_path / "output"
+    flags = ["--save", str(root), "--load", str(root), "--save-interval", "10"]
+    flags += [
+        "--non-persistent-save-interval",
+        "2",
+        "--non-persistent-global-ckpt-dir",
+        str(second),
+    ]
+    argv = arguments(text, tmp_path / "log", 20, *flags)
+    training = Training(1, argv, output)
+    training.wait_until(lambda: latest(second) >= 14)
+    training.kill(0)
+    newest = list_steps(second)[-1]
+    assert Training(1, argv, output).join() == [0], output.read_text()[-4000:]
+    assert f"resumed from {checkpoint_path(second, newest)}" in output.read_text()
+    assert list_steps(root) == [10, 20]
+    assert all(len(values) == 1 for values in losses(tmp_path / "log").values())
+
+
 class Torchrun:
     """A training under `torchrun`, which starts the workers again whenever one fails."""
 

@@ -1,4 +1,5 @@
 import hashlib
+import shutil
 import threading
 import time
 
@@ -14,7 +15,7 @@ from megadiff.checkpoint.directory import (
     read_tracker,
     saving_path,
 )
-from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
+from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint, find_newest
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Piece, ShardedTensor
 from megadiff.checkpoint.storage import load, read_metadata
@@ -153,6 +154,32 @@ def test_leftovers_of_a_crash_go_with_the_next_save(tmp_path):
     (saving_path(tmp_path, 10) / "__0_0.distcp").write_bytes(b"half")
     save_steps(tmp_path, 20)
     assert {p.name for p in tmp_path.iterdir()} == {TRACKER, "iter_0000020"}
+
+
+def test_a_second_place_holds_the_last_save_in_between(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    manager = CheckpointManager(first, second=second)
+    for step in range(1, 6):
+        manager.save(step, tensors(step), {}, second=step % 4 != 0)
+    assert (list_steps(first), list_steps(second)) == ([4], [5])
+    assert find_newest([first, second]) == checkpoint_path(second, 5)
+    manager.save(6, tensors(6), {})
+    assert find_newest([first, second]) == checkpoint_path(first, 6)
+
+
+def test_a_lost_or_damaged_second_place_is_passed_over(tmp_path, caplog):
+    first, second = tmp_path / "first", tmp_path / "second"
+    manager = CheckpointManager(first, second=second)
+    manager.save(1, tensors(1), {})
+    manager.save(2, tensors(2), {}, second=True)
+    flip(checkpoint_path(second, 2) / "__0_0.distcp")
+    assert find_newest([first, second]) == checkpoint_path(first, 1)
+    assert "looking elsewhere" in caplog.text
+    shutil.rmtree(second)
+    assert find_newest([first, second]) == checkpoint_path(first, 1)
+    flip(checkpoint_path(first, 1) / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        find_newest([first, second])
 
 
 def save_on_all(root):
