@@ -133,6 +133,26 @@ class TestRefusals:
     def test_of_missing_data(self, tmp_path: Path) -> None:
         self.refused(DataError, "no such dataset", flags(str(tmp_path / "nothing")))
 
+    @pytest.mark.parametrize(
+        ("suffix", "keep", "words"),
+        [
+            ("idx", slice(0, 0), "data.idx"),
+            ("idx", slice(1, None), "data.idx"),
+            ("idx", slice(0, 50), "data.idx"),
+            ("bin", slice(0, 100), "data.bin"),
+        ],
+        ids=["empty index", "wrong magic", "truncated index", "truncated data"],
+    )
+    def test_of_damaged_data(self, suffix: str, keep: slice, words: str, tmp_path: Path) -> None:
+        prefix = write_data(tmp_path)
+        file = Path(f"{prefix}.{suffix}")
+        file.write_bytes(file.read_bytes()[keep])
+        self.refused(DataError, words, flags(prefix))
+
+    def test_of_a_split_without_a_sample(self, data: str) -> None:
+        argv = flags(data, "--split", "999,1,0")
+        self.refused(DataError, "valid.* --split", argv)
+
     def test_of_a_run_without_data(self) -> None:
         argv = [f for f in flags("nothing") if f not in ("--data-path", "nothing")]
         self.refused(ConfigError, "give --data-path", argv)

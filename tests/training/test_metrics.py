@@ -1,0 +1,73 @@
+"""The log line has Megatron-LM's fields, under their names and in their order."""
+
+import re
+
+import pytest
+
+from megadiff.training.metrics import evaluation_line, train_line
+
+VALUES = {
+    "consumed_samples": 640,
+    "iteration_ms": 123.44,
+    "tflops_per_device": 312.34,
+    "tokens_per_second_per_device": 54321.0,
+    "learning_rate": 3e-4,
+    "global_batch_size": 16,
+    "lm_loss": 2.5,
+    "loss_scale": 1.0,
+    "grad_norm": 0.98765,
+    "skipped_iterations": 1,
+    "nan_iterations": 0,
+    "memory_bytes": 12_340_000_000,
+    "seconds_left": 3725.0,
+    "lambda": {"0": 0.25, "3": 0.5},
+}
+FIELDS = [
+    ("consumed samples", "640"),
+    ("elapsed time per iteration (ms)", "123.4"),
+    ("throughput per GPU (TFLOP/s/GPU)", "312.3"),
+    ("learning rate", "3.000000E-04"),
+    ("global batch size", "16"),
+    ("lm loss", "2.500000E+00"),
+    ("loss scale", "1.0"),
+    ("grad norm", "0.988"),
+    ("number of skipped iterations", "1"),
+    ("number of nan iterations", "0"),
+]
+
+
+def fields(line: str) -> dict[str, str]:
+    parts = [part for part in line.split("|") if ":" in part][1:]
+    return {key.strip(): value.strip() for key, value in (p.split(":", 1) for p in parts)}
+
+
+def test_the_fields_of_megatron_in_its_order() -> None:
+    line = train_line(VALUES, 40, 100)
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration       40/     100 \|", line)
+    found = fields(line)
+    assert [(key, found[key]) for key in found if key in dict(FIELDS)] == FIELDS
+
+
+def test_what_megatron_does_not_tell() -> None:
+    found = fields(train_line(VALUES, 40, 100))
+    assert found["tokens/s/device"] == "54321"
+    assert found["memory (GB)"] == "12.34"
+    assert found["time left"] == "1:02:05"
+    assert found["lambda"] == "0.250 0.500"
+
+
+def test_models_without_lambda_have_no_such_field() -> None:
+    assert "lambda" not in train_line({**VALUES, "lambda": {}}, 40, 100)
+
+
+def test_an_evaluation() -> None:
+    assert evaluation_line("validation", 2.0, 40) == (
+        " validation loss at iteration 40 | lm loss value: 2.000000E+00 |"
+        " lm loss PPL: 7.389056E+00 |"
+    )
+
+
+@pytest.mark.parametrize("tflops", [0.0123, 9.9])
+def test_small_throughputs_keep_their_digits(tflops: float) -> None:
+    found = fields(train_line({**VALUES, "tflops_per_device": tflops}, 40, 100))
+    assert float(found["throughput per GPU (TFLOP/s/GPU)"]) == tflops
