@@ -74,6 +74,11 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer | None:
     )
 
 
+def open_dataset(word: str) -> IndexedDataset:
+    """The dataset of a prefix, or of the name of one of its files."""
+    return IndexedDataset(word.removesuffix(".idx").removesuffix(".bin"))
+
+
 def document_numbers(words: list[str], count: int) -> list[int]:
     """Numbers that `--documents` names; a range is cut at the last document."""
     numbers: list[int] = []
@@ -96,7 +101,7 @@ def text_of(ids: np.ndarray, tokenizer: Tokenizer | None, characters: int) -> st
 
 
 def show(arguments: argparse.Namespace) -> int:
-    dataset, tokenizer = IndexedDataset(arguments.prefix), tokenizer_of(arguments)
+    dataset, tokenizer = open_dataset(arguments.prefix), tokenizer_of(arguments)
     for number in document_numbers(arguments.documents, dataset.document_count):
         ids = dataset.document(number)
         print(f"--- document {number}, {len(ids)} tokens")
@@ -107,7 +112,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def stats(arguments: argparse.Namespace) -> int:
-    datasets = [IndexedDataset(prefix) for prefix in arguments.prefix]
+    datasets = [open_dataset(prefix) for prefix in arguments.prefix]
     for dataset in datasets:
         print(dataset.prefix)
         for name, value in asdict(statistics(dataset)).items():
@@ -145,7 +150,7 @@ def check(arguments: argparse.Namespace) -> int:
     damaged = False
     for prefix in arguments.prefix:
         try:
-            found = list(problems(IndexedDataset(prefix), vocab_size, eod))
+            found = list(problems(open_dataset(prefix), vocab_size, eod))
         except DataError as error:
             found = [str(error)]
         damaged |= bool(found)
@@ -154,7 +159,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    found = difference(*(IndexedDataset(prefix) for prefix in arguments.prefix))
+    found = difference(*(open_dataset(prefix) for prefix in arguments.prefix))
     print(found or "the same")
     return int(found is not None)
 

@@ -139,7 +139,7 @@ def test_check_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write(tmp_path / "a", TEXTS), write(tmp_path / "b", TEXTS)
     c = write(tmp_path / "c", [*TEXTS[:-1], TEXTS[-1].replace("D", "d")])
-    assert inspect_data.main(["compare", a, b]) == 0
+    assert inspect_data.main(["compare", a + ".idx", b + ".bin"]) == 0
     assert inspect_data.main(["compare", a, c]) == 1
     assert inspect_data.main(["compare", a, write(tmp_path / "d", TEXTS[:-1])]) == 1
     lines = capsys.readouterr().out.splitlines()
