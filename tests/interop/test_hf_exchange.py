@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadiff.config import DataConfig, ModelConfig
+from megadiff.config import DELTA_MIXERS, DataConfig, ModelConfig
 from megadiff.interop.checkpoint import read_checkpoint, write_checkpoint
 from megadiff.interop.hf.convert import export_checkpoint, import_folder
 from megadiff.interop.hf.names import to_hf
@@ -64,7 +64,9 @@ def test_bfloat16_logits_differ_by_rounding(exported, name):
     assert errors[1].norm() < 2 * errors[0].norm()
 
 
-@pytest.mark.parametrize("name", ["standard", "diff_v1_weight", "diff_v2", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["standard", "diff_v1_weight", "diff_v2", "hybrid", "delta_hybrid"]
+)
 def test_greedy_generation_is_the_same(exported, name):
     model, theirs, _, _ = exported(MODELS[name])
     prompt = tokens(1, 5)
@@ -99,7 +101,11 @@ def test_there_and_back_is_bit_exact(tmp_path, name, dtype):
     for layer in range(config.num_layers):
         mixer = config.mixer_of_layer(layer)
         assert after.model.mixer_of_layer(layer) == mixer
-        assert after.model.head_width(mixer) == config.head_width(mixer)
+        if mixer in DELTA_MIXERS:
+            assert after.model.delta_widths == config.delta_widths
+            assert after.model.delta_gate(mixer) == config.delta_gate(mixer)
+        else:
+            assert after.model.head_width(mixer) == config.head_width(mixer)
     assert after.model.rotary_interleaved == config.rotary_interleaved
 
 

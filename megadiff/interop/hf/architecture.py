@@ -7,7 +7,7 @@ our attention mixers; its code travels along).
 
 from typing import Any, Literal
 
-from megadiff.config import MIXER_SYMBOLS, ModelConfig, TokenMixer
+from megadiff.config import DELTA_MIXERS, MIXER_SYMBOLS, ModelConfig, TokenMixer
 from megadiff.interop.hf import fla
 from megadiff.interop.tensors import InteropError
 from megadiff.kernels.rotary import LLAMA3_CONTEXT
@@ -21,8 +21,16 @@ CLASSES: dict[Architecture, str] = {
     "gated_deltanet": "GatedDeltaNetForCausalLM",
     "megadiff": "MegadiffForCausalLM",
 }
-_MIXERS = ("standard", "diff_v1", "diff_v2")  # that the modeling file has
-MODELING_FILE = "modeling_megadiff.py"
+MODELING_FILES = ("modeling_megadiff.py", "modeling_megadiff_delta.py")
+_DELTA_OPTIONS = (
+    "delta_use_gate",
+    "delta_use_beta",
+    "delta_allow_neg_eigval",
+    "delta_conv_size",
+    "delta_conv_bias",
+    "delta_qk_activation",
+    "delta_qk_norm",
+)
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -48,13 +56,8 @@ def obstacles(m: ModelConfig, architecture: Architecture) -> list[str]:
     """The options of the model that `architecture` can not represent."""
     if architecture in fla.MIXERS:
         return fla.obstacles(m, architecture)
-    no = []
-    strange = m.mixers - set(_MIXERS)
-    if architecture == "llama":
-        strange = m.mixers - {"standard"}
-    elif architecture == "diffllama":
-        strange = m.mixers - {"diff_v1"}
-    no += [f"layers of {mixer}" for mixer in sorted(strange)]
+    only = {"llama": {"standard"}, "diffllama": {"diff_v1"}}.get(architecture, m.mixers)
+    no = [f"layers of {mixer}" for mixer in sorted(m.mixers - only)]
     if m.normalization != "RMSNorm":
         no.append(f"--normalization {m.normalization}")
     if not m.swiglu:
@@ -128,7 +131,7 @@ def to_hf_config(
     else:
         values["lambda_std_dev"] = m.diff_lambda_std
     if architecture == "megadiff":
-        module = MODELING_FILE.removesuffix(".py")
+        module = MODELING_FILES[0].removesuffix(".py")
         values |= {
             "auto_map": {
                 "AutoConfig": f"{module}.MegadiffConfig",
@@ -142,6 +145,13 @@ def to_hf_config(
             "diff_lambda_init": m.diff_lambda_init,
             "diff_lambda_std": m.diff_lambda_std,
             "rotary": m.position_embedding_type == "rope",
+        }
+    if architecture == "megadiff" and not m.mixers.isdisjoint(DELTA_MIXERS):
+        key_width, value_width = m.delta_widths
+        values |= {name: getattr(m, name) for name in _DELTA_OPTIONS} | {
+            "delta_num_heads": m.delta_heads,
+            "delta_key_dim": key_width,
+            "delta_value_dim": value_width,
         }
     return values
 
@@ -206,7 +216,7 @@ def from_hf_config(values: dict[str, Any], source: str) -> tuple[Architecture, M
 
 def _read_megadiff(m: ModelConfig, values: dict[str, Any], width: int, source: str) -> None:
     named = values.get("layer_mixers") or ["standard"] * m.num_layers
-    symbols = {mixer: symbol for symbol, mixer in MIXER_SYMBOLS.items() if mixer in _MIXERS}
+    symbols = {mixer: symbol for symbol, mixer in MIXER_SYMBOLS.items()}
     if len(named) != m.num_layers or not set(named) <= symbols.keys():
         raise InteropError(f"{source}: layer_mixers {named} do not fit {m.num_layers} layers")
     pattern = "".join(symbols[mixer] for mixer in named)
@@ -221,8 +231,15 @@ def _read_megadiff(m: ModelConfig, values: dict[str, Any], width: int, source: s
     m.diff_lambda_init = values.get("diff_lambda_init")
     m.diff_lambda_std = float(values.get("diff_lambda_std", 0.1))
     m.position_embedding_type = "rope" if values.get("rotary", True) else "none"
+    if not m.mixers.isdisjoint(DELTA_MIXERS):
+        for name in _DELTA_OPTIONS:
+            setattr(m, name, values.get(name, getattr(m, name)))
+        m.delta_num_heads = int(values["delta_num_heads"])
+        m.delta_expand_k = values["delta_key_dim"] * m.delta_num_heads / m.hidden_size
+        m.delta_expand_v = values["delta_value_dim"] * m.delta_num_heads / m.hidden_size
+    mixers = [mixer for mixer in mixers if mixer not in DELTA_MIXERS]
     widths: dict[str, int] = {"diff_v1": int(values.get("diff_v1_head_dim") or width)}
-    used = {widths.get(mixer, width) for mixer in mixers}
+    used = {widths.get(mixer, width) for mixer in mixers or ["standard"]}
     if len(used) == 1:
         m.kv_channels = used.pop()
         return

@@ -13,7 +13,7 @@ from megadiff.config import Config, ModelConfig
 from megadiff.interop.checkpoint import check_against, read_checkpoint, write_checkpoint
 from megadiff.interop.hf.architecture import (
     CLASSES,
-    MODELING_FILE,
+    MODELING_FILES,
     Architecture,
     from_hf_config,
     natural_architecture,
@@ -72,7 +72,8 @@ def export_checkpoint(
         generation = {k: theirs[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", generation)
         if architecture == "megadiff":
-            shutil.copyfile(Path(__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
+            for name in MODELING_FILES:
+                shutil.copyfile(Path(__file__).with_name(name), folder / name)
         write_folder(folder, converted, shard_bytes, progress(len(converted)))
     return report
 

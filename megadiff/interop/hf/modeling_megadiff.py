@@ -1,7 +1,8 @@
 """Differential Transformers for Hugging Face transformers (5.x): a Llama whose layers mix tokens by
-standard attention, DIFF V1 (arXiv 2410.05258) or DIFF V2.
+standard attention, DIFF V1 (arXiv 2410.05258), DIFF V2, or the delta rule (`MegadiffDeltaNet`).
 
-This file needs torch and transformers only, and travels with the models that it is the code of.
+This file and its neighbour need torch and transformers only, and travel with the models that they
+are the code of.
 Head i of a differential layer owns the query heads 2i and 2i + 1, its two branches; in DIFF V1 a
 key/value group owns two key heads likewise. Rotary positions turn each branch within its own width,
 by halves as in Llama.
@@ -27,7 +28,10 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-MIXERS = ("standard", "diff_v1", "diff_v2")
+from .modeling_megadiff_delta import MegadiffDeltaNet, MegadiffNorm
+
+DELTA_MIXERS = ("delta_net", "gated_delta_net")
+MIXERS = ("standard", "diff_v1", "diff_v2", *DELTA_MIXERS)
 
 
 class MegadiffConfig(LlamaConfig):
@@ -36,14 +40,20 @@ class MegadiffConfig(LlamaConfig):
     `num_attention_heads` counts output heads: a differential layer has twice as many query heads.
     `num_key_value_heads` counts key/value groups.
 
-    layer_mixers: "standard", "diff_v1" or "diff_v2" for each layer.
+    layer_mixers: one of `MIXERS` for each layer.
     diff_v1_head_dim: width of a query head of DIFF V1 layers; `head_dim` by default.
     diff_value_width: DIFF V1, width of a value head, "2d" or "d", d that of a query head.
     diff_head_norm: DIFF V1, per-head RMSNorm with a "weight", with "no_weight", or "none".
     diff_lambda_per_head: DIFF V1, lambda vectors of its own for each head.
     diff_lambda_init: DIFF V1, constant lambda_init; 0.8 - 0.6 exp(-0.3 layer) by default.
     diff_lambda_std: DIFF V1, standard deviation of new lambda vectors.
-    rotary: whether layers have rotary positions; without them they have no positions.
+    delta_num_heads, delta_key_dim, delta_value_dim: heads of delta layers and their widths.
+    delta_use_gate: gate on their output; only "gated_delta_net" has it by default.
+    delta_use_beta: a learned writing strength, up to 1, with delta_allow_neg_eigval up to 2.
+    delta_conv_size, delta_conv_bias: their short convolution; size 0 is none.
+    delta_qk_activation: "silu", "relu", "elu" (+ 1) or "identity".
+    delta_qk_norm: "l2" or "sum".
+    rotary: whether attention has rotary positions; without them it has no positions.
     trained_rotary_interleaved: the weights came from a layout that rotates columns (2i, 2i + 1).
     """
 
@@ -58,6 +68,16 @@ class MegadiffConfig(LlamaConfig):
     diff_lambda_per_head: bool = False
     diff_lambda_init: float | None = None
     diff_lambda_std: float = 0.1
+    delta_num_heads: int | None = None
+    delta_key_dim: int | None = None
+    delta_value_dim: int | None = None
+    delta_use_gate: bool | None = None
+    delta_use_beta: bool = True
+    delta_allow_neg_eigval: bool = False
+    delta_conv_size: int = 4
+    delta_conv_bias: bool = False
+    delta_qk_activation: str = "silu"
+    delta_qk_norm: str = "l2"
     rotary: bool = True
     trained_rotary_interleaved: bool = False
 
@@ -139,6 +159,7 @@ class LlamaDiffAttention(nn.Module):
         attention_mask: Tensor | None = None,
         cache=None,
         past_key_values=None,  # the cache's name in transformers before 5.23
+        token_mask: Tensor | None = None,  # for delta layers
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, new tokens, hidden]` to the same, and the (differential) maps if they are made.
@@ -223,6 +244,7 @@ class MegadiffRotary(nn.Module):
     def __init__(self, config: MegadiffConfig) -> None:
         super().__init__()
         mixers = {config.mixer(layer) for layer in range(config.num_hidden_layers)}
+        mixers -= {*DELTA_MIXERS}
         self.by_width = nn.ModuleDict()
         for width in sorted({config.width(mixer) for mixer in mixers}) if config.rotary else []:
             narrowed = copy.deepcopy(config)
@@ -238,7 +260,8 @@ class MegadiffDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: MegadiffConfig, layer_idx: int) -> None:
         nn.Module.__init__(self)
         self.hidden_size = config.hidden_size
-        self.self_attn = LlamaDiffAttention(config, layer_idx)
+        delta = config.mixer(layer_idx) in DELTA_MIXERS
+        self.self_attn = (MegadiffDeltaNet if delta else LlamaDiffAttention)(config, layer_idx)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -258,8 +281,11 @@ class MegadiffPreTrainedModel(LlamaPreTrainedModel):
         if isinstance(module, LlamaDiffAttention) and module.mixer == "diff_v1":
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 init.normal_(getattr(module, name), 0, self.config.diff_lambda_std)
-        elif isinstance(module, HeadNorm) and module.weight is not None:
+        elif isinstance(module, HeadNorm | MegadiffNorm) and module.weight is not None:
             init.ones_(module.weight)
+        elif isinstance(module, MegadiffDeltaNet):
+            for name, values in module.initial_values().items():
+                init.copy_(getattr(module, name), values)
 
 
 class MegadiffModel(MegadiffPreTrainedModel, LlamaModel):
@@ -277,6 +303,12 @@ class MegadiffModel(MegadiffPreTrainedModel, LlamaModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        """As LlamaModel. Delta layers get the mask of tokens, attention the one made from it."""
+        if attention_mask is not None and attention_mask.dim() == 2:
+            kwargs["token_mask"] = attention_mask
+        return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+
 
 class MegadiffForCausalLM(MegadiffPreTrainedModel, LlamaForCausalLM):
     """LlamaForCausalLM with the mixers of its configuration."""
@@ -289,6 +321,8 @@ class MegadiffForCausalLM(MegadiffPreTrainedModel, LlamaForCausalLM):
         self.model = MegadiffModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        mixers = {config.mixer(layer) for layer in range(config.num_hidden_layers)}
+        self._is_stateful = not mixers.isdisjoint(DELTA_MIXERS)  # can not take tokens back
         self.post_init()
 
 

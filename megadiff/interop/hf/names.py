@@ -26,6 +26,10 @@ _NAMES = {
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "mixer.subln.weight": "self_attn.subln.weight",
     "mixer.lambda.weight": "self_attn.lambda_proj.weight",
+    "mixer.gate.weight": "self_attn.g_proj.weight",
+    "mixer.beta.weight": "self_attn.b_proj.weight",
+    "mixer.decay.weight": "self_attn.a_proj.weight",
+    "mixer.o_norm.weight": "self_attn.o_norm.weight",
 }
 
 
@@ -42,7 +46,9 @@ def hf_name(name: str, architecture: Architecture) -> str:
         return f"{prefix}mlp.{match[1]}_proj.{match[2]}"
     if match := re.fullmatch(r"mixer\.([qkvo])\.weight", name):
         return f"{prefix}self_attn.{match[1]}_proj.weight"
-    if match := re.fullmatch(r"mixer\.(lambda_[qk][12])", name):
+    if match := re.fullmatch(r"mixer\.([qkv])_conv\.(weight|bias)", name):
+        return f"{prefix}self_attn.{match[1]}_conv1d.{match[2]}"
+    if match := re.fullmatch(r"mixer\.(lambda_[qk][12]|A_log|dt_bias)", name):
         return f"{prefix}self_attn.{match[1]}"
     raise KeyError(f"{prefix}{name} has no name in Hugging Face's models")
 
