@@ -34,6 +34,12 @@ class Slot:
     next_start: int  # `end` and alignment
     gradient: Tensor  # the accumulated gradient: a view of the bucket in the parameter's shape
     remaining: int = 0  # micro-batches whose gradient is still to come
+    empty: bool = False  # `gradient` holds old values, which the next one overwrites
+
+    @property
+    def direct(self) -> bool:
+        """Whether autograd can accumulate straight into the bucket."""
+        return self.gradient.dtype == self.parameter.dtype
 
 
 @dataclass
@@ -139,12 +145,14 @@ class Buckets:
         self._next = 0
         self._finished = False
         for bucket in self.buckets:
-            bucket.gradients.zero_()
             bucket.reduced = False
             bucket.waiting = len(bucket.slots)
+            if bucket.slots[0].direct:
+                bucket.gradients.zero_()
             for slot in bucket.slots:
                 slot.remaining = backward_passes
-                _hand_over(slot)
+                slot.empty = not slot.direct
+                slot.parameter.grad = slot.gradient if slot.direct else None
 
     def finish(self) -> None:
         """Reduce what is not reduced yet and wait; all `own_gradients` are then final."""
@@ -155,6 +163,8 @@ class Buckets:
             if not bucket.reduced:
                 for slot in bucket.slots:
                     _collect(slot)
+                    if slot.empty:
+                        slot.gradient.zero_()
         for bucket in self.buckets[self._next :]:
             self._reduce(bucket)
         self._next = len(self.buckets)
@@ -245,15 +255,14 @@ class Buckets:
 def _collect(slot: Slot) -> None:
     """Move what autograd left in `.grad` to the bucket, unless it was accumulated there."""
     gradient = slot.parameter.grad
-    if gradient is not None and gradient is not slot.gradient:
+    if gradient is None or gradient is slot.gradient:
+        return
+    if slot.empty:
+        slot.gradient.copy_(gradient)
+        slot.empty = False
+    else:
         slot.gradient.add_(gradient)
-        _hand_over(slot)
-
-
-def _hand_over(slot: Slot) -> None:
-    """Let autograd accumulate straight into the bucket where the dtypes allow it."""
-    same = slot.gradient.dtype == slot.parameter.dtype
-    slot.parameter.grad = slot.gradient if same else None
+    slot.parameter.grad = slot.gradient if slot.direct else None
 
 
 def _split(

@@ -49,6 +49,19 @@ def test_gradients_that_bypass_autograd_s_hooks_are_counted() -> None:
     assert slot.gradient.tolist() == [1.0] * 5 and model.unused.grad is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_old_gradients_are_forgotten(dtype: torch.dtype) -> None:
+    model = Toy(dtype)
+    buckets = Buckets(model.named_parameters())
+    slots = {slot.name: slot for slot in buckets.buckets[0].slots}
+    for used in ("unused", "lam", "unused"):
+        buckets.zero(1)
+        getattr(model, used).sum().backward()
+        buckets.finish()
+        sums = {name: slot.gradient.sum().item() for name, slot in slots.items()}
+        assert sums == {name: len(slots[name].gradient) * (name == used) for name in slots}
+
+
 def one_backward_too_many() -> None:
     model = Toy(torch.float32)
     buckets = Buckets(model.named_parameters(), group=dist.group.WORLD, bucket_size=1)

@@ -100,7 +100,7 @@ def test_one_overflow_skips_the_step_on_every_rank(sharded: bool) -> None:
         assert torch.equal(weights, results[0][2]) and weights.isfinite().all()
 
 
-def overflow_in_one_part_of_the_model() -> tuple:
+def overflow_in_one_part_of_the_model(name: str) -> tuple:
     mesh = build_mesh(tensor=2)
     model = Decoder(MODEL, mesh, dtype=torch.float16)
     initialize(model, 1)
@@ -108,14 +108,18 @@ def overflow_in_one_part_of_the_model() -> tuple:
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.zero_grad()
     if dist.get_rank() == 1:
-        optimizer.buckets.buckets[0].slots[0].gradient.view(-1)[0] = torch.inf
+        parameter = dict(model.named_parameters())[name]
+        parameter.grad = torch.full_like(parameter, torch.inf)
     result = optimizer.step(0.1)
     same = all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     return bool(result.skipped), same, optimizer.state_scalars()["loss_scale"]
 
 
-def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all() -> None:
-    assert run_distributed(2, overflow_in_one_part_of_the_model) == [(True, True, 32.0)] * 2
+@pytest.mark.parametrize("name", ["layers.0.mixer.out.weight", "final_norm.weight"])
+def test_an_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all(name: str) -> None:
+    """Also in a copy, whose gradient has no part in the norm."""
+    expected = (True, True, 32.0)
+    assert run_distributed(2, overflow_in_one_part_of_the_model, name) == [expected] * 2
 
 
 def test_loss_scale_does_not_change_the_update() -> None:
