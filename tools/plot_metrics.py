@@ -93,7 +93,9 @@ def draw(
             color=colors(0.9 * number / max(len(layers) - 1, 1)), lw=1.6, label=f"layer {layer}",
         )  # fmt: skip
     if layers:
-        lambdas.legend(frameon=False, ncols=2 if len(layers) > 4 else 1)
+        low, high = lambdas.get_ylim()
+        lambdas.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
+        lambdas.legend(frameon=False, ncols=4, loc="upper right")
     else:
         lambdas.text(0.5, 0.5, "no differential layers", ha="center", transform=lambdas.transAxes)
 
@@ -101,8 +103,8 @@ def draw(
         for iteration, label in marks:
             axis.axvline(iteration, color=MUTED, lw=1, ls=":")
             if axis is rate:
-                axis.text(iteration, 0.03, f" {label}", color=MUTED, rotation=90, va="bottom",
-                          ha="right", transform=axis.get_xaxis_transform())  # fmt: skip
+                axis.text(iteration, 0.94, f"  {label}", color=MUTED,
+                          transform=axis.get_xaxis_transform())  # fmt: skip
     figure.savefig(output, dpi=120)
     plt.close(figure)
 
