@@ -8,6 +8,7 @@ from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
 from megadiff.models.flops import ModelSize, model_size
+from megadiff.models.memory import estimate_memory
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
 from megadiff.training import checkpointing
@@ -59,7 +60,7 @@ def pretrain(config: Config) -> str:
         progress = Progress()
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
-        describe(size, data, env, log)
+        describe(config, size, data, env, log)
         for line in describe_groups([engine.model], config.optimizer):
             log.line(f" {line}")
 
@@ -147,7 +148,7 @@ def resume(
     return progress, schedule
 
 
-def describe(size: ModelSize, data: RunData, env: Environment, log: RunLog) -> None:
+def describe(config: Config, size: ModelSize, data: RunData, env: Environment, log: RunLog) -> None:
     """Tell what is about to be trained, on what and how."""
     mesh = env.mesh
     log.line(
@@ -155,6 +156,8 @@ def describe(size: ModelSize, data: RunData, env: Environment, log: RunLog) -> N
         f"{str(env.dtype).removeprefix('torch.')}: tensor {mesh.tp.size} x pipeline "
         f"{mesh.pp.size} x context {mesh.cp.size} x data {mesh.dp.size}"
     )
+    fullest = max(estimate_memory(config, mesh.world_size), key=lambda memory: memory.total)
+    log.line(f" memory: about {fullest} on the fullest rank")
     parts = [f"{len(data.train.dataset):,} training"]
     parts += [f"{data.valid_samples:,} validation"] if data.valid else []
     parts += [f"{data.test_samples:,} test"] if data.test else []

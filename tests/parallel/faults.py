@@ -98,7 +98,7 @@ def tied_copies_count_twice() -> None:
 
 def context_chunks_in_rank_order() -> None:
     """Gathered keys stay in the order of the ranks."""
-    context._natural_order = lambda x, cp: x
+    context.natural_order = lambda x, cp: x
 
 
 def context_positions_are_local() -> None:

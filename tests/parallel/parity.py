@@ -76,7 +76,7 @@ class Cell:
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "mixer": ("standard", "diff_v1", "diff_v2", "delta_net", "gated_delta_net"),
+    "mixer": ("standard", "diff_v1", "diff_v2", "delta_net", "gated_delta_net", "hybrid"),
     "style": ("rms", "layer"),
     "groups": (4, 2, 1),
     "tied": (True, False),

@@ -1,0 +1,157 @@
+"""Peak memory of every pipeline stage, estimated from the configuration alone.
+
+Weights, gradients and optimizer are counted from the parameters. Activations are what backward
+needs of the fused operators, in elements for one token of one layer (h hidden, f width of the MLP,
+q, k, v, o widths of the projections and of the mixer's output; all but h over the tensor ranks):
+
+    two norms and their outputs              4 h   (over the tensor ranks under sequence parallel)
+    projection, rotated q and k              2 (q + k) + v
+    attention, both branches and statistics  2 o   (with a norm of the heads 3 o; recomputed: o)
+    gate and up, and their product           3 f   (without a gate 2 f)
+
+Context parallelism adds keys and values of the whole sequence. Full recomputation keeps h for each
+run and, for a moment, one run in full. A stage holds this for as many micro-batches as its schedule
+has in flight; the last one also holds the logits and their gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megadiff.config import DELTA_MIXERS, Config, ModelConfig, TokenMixer, data_parallel_size
+from megadiff.models.build import Model, build_model
+from megadiff.parallel.embedding import padded_vocab_size
+from megadiff.parallel.mesh import Axis, ParallelMesh
+from megadiff.parallel.parameter import record_of
+from megadiff.parallel.recompute import Recompute
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds at its peak."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "activations")
+        told = " + ".join(f"{part} {getattr(self, part) / 1e9:.2f}" for part in parts)
+        return f"{self.total / 1e9:.2f} GB ({told})"
+
+
+def estimate_memory(config: Config, world_size: int) -> list[Memory]:
+    """The peak of a rank of each pipeline stage, for a validated configuration."""
+    p = config.parallel
+    stages = []
+    for rank in range(p.pipeline_model_parallel_size):
+        mesh = ParallelMesh(
+            tp=Axis(size=p.tensor_model_parallel_size),
+            cp=Axis(size=p.context_parallel_size),
+            pp=Axis(rank=rank, size=p.pipeline_model_parallel_size),
+            sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
+        )
+        dtype = getattr(torch, config.training.dtype)
+        model = build_model(config, mesh, dtype=dtype, device="meta")
+        stages.append(_of_stage(config, model, world_size))
+    return stages
+
+
+def _of_stage(config: Config, model: Model, world_size: int) -> Memory:
+    o, p = config.optimizer, config.parallel
+    weights = gradients = optimizer = largest = 0
+    owners = data_parallel_size(config, world_size) * p.context_parallel_size
+    owners = owners if o.use_distributed_optimizer else 1
+    for parameter in model.parameters():
+        n, width = parameter.numel(), parameter.element_size()
+        wide = max(width, 4)
+        weights += n * width
+        gradients += n * (wide if o.accumulate_allreduce_grads_in_fp32 else width)
+        matrix = any(s.group == "matrix" for s in record_of(parameter).sections)
+        states = 1 if o.optimizer == "sgd" or (o.optimizer == "muon" and matrix) else 2
+        optimizer += n * (states * wide + (wide if wide > width else 0)) // owners
+        largest = max(largest, n * width)  # a gradient before it is added to its buffer
+    activations = _activations(config, model, world_size) + largest
+    return Memory(weights, gradients, optimizer, activations)
+
+
+def _activations(config: Config, model: Model, world_size: int) -> int:
+    m, p, t = config.model, config.parallel, config.training
+    mesh, width = model.mesh, torch.finfo(getattr(torch, t.dtype)).bits // 8
+    tokens = t.micro_batch_size * t.seq_length // mesh.cp.size
+    hidden = tokens * m.hidden_size // (mesh.tp.size if mesh.sequence_parallel else 1)
+    assert t.global_batch_size is not None
+    per_rank = t.global_batch_size // data_parallel_size(config, world_size)
+    micro_batches = per_rank // t.micro_batch_size
+    flying = in_flight(p.schedule, mesh.pp, p.num_virtual_stages_per_pipeline_rank, micro_batches)
+    kept, moment = [], 0
+    for chunk in model.chunks:
+        elements = 0
+        for layers, again in chunk.recompute.runs(chunk.stage.layers):
+            run = sum(
+                layer_elements(m, m.mixer_of_layer(i), mesh, tokens, hidden, chunk.recompute)
+                for i in layers
+            )
+            elements += hidden if again else run
+            moment = max(moment, run if again else 0)
+        if chunk.final_norm is not None:
+            vocab = padded_vocab_size(
+                m.vocab_size or 0, m.make_vocab_size_divisible_by, mesh.tp.size
+            )
+            logits = tokens * vocab // mesh.tp.size
+            elements += 2 * hidden + logits
+            moment = max(moment, logits)
+        kept.append(elements)
+    total = flying * sum(kept) // len(kept) + moment
+    if mesh.pp.size > 1:  # receive buffers of every micro-batch, forward and backward
+        ends = sum(chunk.stage.first + chunk.stage.last for chunk in model.chunks)
+        total += micro_batches * hidden * (2 * len(kept) - ends)
+    return total * width
+
+
+def in_flight(schedule: str, pp: Axis, virtual: int, micro_batches: int) -> int:
+    """Runs of layers, times micro-batches, whose activations a pipeline rank holds at its peak."""
+    if pp.size == 1:
+        return 1
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "1f1b":
+        return min(micro_batches, pp.size - pp.rank)
+    warmup = (virtual - 1) * pp.size + 2 * (pp.size - 1 - pp.rank)
+    return min(micro_batches * virtual, warmup + 1)
+
+
+def layer_elements(
+    m: ModelConfig,
+    mixer: TokenMixer,
+    mesh: ParallelMesh,
+    tokens: int,
+    hidden: int,
+    recompute: Recompute,
+) -> int:
+    """Elements that one layer keeps for the backward of a micro-batch; see above.
+
+    `tokens` are this rank's, `hidden` the elements of its hidden state.
+    """
+    tp = mesh.tp.size
+    mlp = tokens * (3 if m.swiglu else 2) * m.ffn_size // tp
+    if mixer in DELTA_MIXERS:
+        keys, values = (m.delta_heads * width // tp for width in m.delta_widths)
+        # q and k projected, convolved and normalised; v projected and convolved; gate, output, norm
+        return 4 * hidden + mlp + tokens * (6 * keys + 6 * values)
+    branches = 1 if mixer == "standard" else 2
+    d = m.head_width(mixer)
+    d_v = 2 * d if mixer == "diff_v1" and m.diff_value_width == "2d" else d
+    heads, groups = m.num_attention_heads // tp, max(1, m.query_groups // tp)
+    q, k = branches * heads * d, groups * d * (2 if mixer == "diff_v1" else 1)
+    v, o = groups * d_v, heads * d_v
+    outputs = 1 if recompute.granularity == "selective" else 2
+    if mixer == "diff_v1" and m.diff_head_norm != "none" and outputs == 2:
+        outputs = 3
+    gathered = (k + v) * mesh.cp.size if mesh.cp.size > 1 else 0
+    return 4 * hidden + mlp + tokens * (2 * (q + k) + v + outputs * o + gathered)

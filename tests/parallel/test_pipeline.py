@@ -1,0 +1,103 @@
+"""Which stage holds which layers."""
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from megadiff.config import Config, ModelConfig, ParallelConfig, TrainingConfig, validate
+from megadiff.models.build import layer_costs, stage_layers
+from megadiff.parallel.pipeline import balanced_sizes
+
+
+def config(pipeline: int, layers: int = 8, **options) -> Config:
+    model = ModelConfig(
+        num_layers=layers, hidden_size=64, num_attention_heads=4, vocab_size=options.pop("vocab", 8)
+    )
+    parallel = ParallelConfig(pipeline_model_parallel_size=pipeline, **options)
+    return Config(model, parallel, TrainingConfig(seq_length=64, train_iters=1))
+
+
+def test_even_stages_are_equal_runs():
+    assert stage_layers(config(4)) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+
+
+def test_virtual_stages_go_round_the_ranks():
+    stages = stage_layers(config(2, num_virtual_stages_per_pipeline_rank=2))
+    assert [list(stages[i]) for i in (0, 2)] == [[0, 1], [4, 5]]  # rank 0
+    assert [list(stages[i]) for i in (1, 3)] == [[2, 3], [6, 7]]  # rank 1
+
+
+def test_given_layers():
+    stages = stage_layers(config(3, pipeline_model_parallel_layout="2,4,2"))
+    assert stages == [range(2), range(2, 6), range(6, 8)]
+
+
+def test_balanced_stages_make_room_for_the_output():
+    """A vocabulary that costs as much as three layers takes the place of three layers."""
+    wide = config(2, layers=9, pipeline_model_parallel_layout="balanced")
+    cost = layer_costs(wide.model, 64)[0]
+    wide.model.vocab_size = round(3 * cost / (2 * 64))
+    assert [len(stage) for stage in stage_layers(wide)] == [6, 3]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_balanced_sizes_are_the_best_of_all(stages):
+    """Against every way to cut nine layers of different cost."""
+    costs, first, last = [3.0, 1, 1, 4, 1, 2, 2, 1, 5], 1.5, 4.0
+
+    def dearest(sizes: list[int]) -> float:
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        runs = [sum(costs[e - n : e]) for n, e in zip(sizes, ends, strict=True)]
+        runs[0] += first
+        runs[-1] += last
+        return max(runs)
+
+    cuts = (([0, *inner, 9]) for inner in combinations(range(1, 9), stages - 1))
+    best = min(dearest([b - a for a, b in pairwise(cut)]) for cut in cuts)
+    sizes = balanced_sizes(costs, stages, first, last)
+    assert sum(sizes) == 9 and min(sizes) > 0
+    assert dearest(sizes) == best
+
+
+def test_longer_sequences_make_attention_dearer_than_delta_layers():
+    model = ModelConfig(num_layers=2, hybrid_layer_pattern="2D", vocab_size=8)
+    short, long = layer_costs(model, 128), layer_costs(model, 65536)
+    assert long[0] > 2 * short[0] and long[1] == short[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "message"),
+    [
+        ({"pipeline": 3}, 3, "--num-layers 8 do not divide evenly among 3 pipeline stages"),
+        ({"pipeline": 16}, 16, "--num-layers 8 are fewer than the 16 stages"),
+        (
+            {"pipeline": 2, "pipeline_model_parallel_layout": "3,4"},
+            2,
+            "3,4 has 2 stages with 7 layers in all, and the model has 2 stages with 8",
+        ),
+        ({"pipeline": 2, "pipeline_model_parallel_layout": "evn"}, 2, "'evn' is neither even"),
+        (
+            {"pipeline": 1, "num_virtual_stages_per_pipeline_rank": 2},
+            1,
+            "--num-virtual-stages-per-pipeline-rank 2 needs --pipeline-model-parallel-size",
+        ),
+        (
+            {"pipeline": 2, "num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "1f1b"},
+            2,
+            "--pipeline-schedule 1f1b runs one stage on each rank",
+        ),
+        ({"pipeline": 2, "pipeline_schedule": "interleaved_1f1b"}, 2, "virtual-stages"),
+        ({"pipeline": 2}, 3, "the world size 3 is not a multiple of .* = 2"),
+        ({"pipeline": 4}, 4, "a step has 1 micro-batches, fewer than .* 4"),
+    ],
+)
+def test_impossible_pipelines_are_refused_with_their_numbers(options, world, message):
+    with pytest.raises(ValueError, match=message):
+        validate(config(**options), world)
+
+
+def test_the_interleaved_schedule_needs_whole_rounds_of_micro_batches():
+    uneven = config(2, num_virtual_stages_per_pipeline_rank=2)
+    uneven.training.global_batch_size = 3
+    with pytest.raises(ValueError, match=r"in multiples of .* 2, and a step has 3"):
+        validate(uneven, 2)
