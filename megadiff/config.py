@@ -229,6 +229,8 @@ class TrainingConfig:
     fp16: bool = _option(False, "parameters in float16, with float32 main weights and loss scaling")
     fp64: bool = _option(False, "everything in float64, to compare splits exactly")
     device: Literal["cpu", "cuda"] | None = _option(None, "cuda where there is one by default")
+    deepspeed: bool = _option(False, "train on DeepSpeed's engine: ZeRO 0 to 3, offload")
+    deepspeed_config: str | None = _option(None, "JSON file of DeepSpeed, as in configs/deepspeed/")
     deterministic_mode: bool = _option(False, "bitwise repeatable kernels on GPUs")
     check_weight_hash_across_dp_replicas_interval: int | None = _option(
         None, "steps between checks that all copies of a parameter are bitwise equal"
@@ -437,7 +439,7 @@ def load_config(argv: list[str]) -> Config:
     prints the flags and exits.
     """
     parser = _parser()
-    flags, unknown = parser.parse_known_args(argv)
+    flags, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
     if unknown:
         known = [o for action in parser._actions for o in action.option_strings]
         flag = next((u for u in unknown if u.startswith("-")), unknown[0])
@@ -451,6 +453,14 @@ def load_config(argv: list[str]) -> Config:
             if value is not None:
                 setattr(section, f.name, value)
     return config
+
+
+def _with_dashes(word: str) -> str:
+    """A flag written with underscores (`--deepspeed_config`) as its name here."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
 def read_config_file(config: Config, path: str) -> None:
@@ -611,6 +621,8 @@ def validate(config: Config, world_size: int) -> None:
     _validate_model(config.model, config.training.seq_length)
     _validate_split(config, world_size)
     _validate_training(config, world_size)
+    if config.training.deepspeed:
+        _validate_deepspeed(config)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -946,4 +958,25 @@ def _validate_training(config: Config, world_size: int) -> None:
         c.non_persistent_save_interval is None
         or (c.save is not None and c.non_persistent_global_ckpt_dir is not None),
         "--non-persistent-save-interval needs --non-persistent-global-ckpt-dir, and --save too",
+    )
+
+
+def _validate_deepspeed(config: Config) -> None:
+    p, t, o = config.parallel, config.training, config.optimizer
+    for name, used in {
+        f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": (
+            p.pipeline_model_parallel_size > 1
+        ),
+        f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
+        "--fp64": t.fp64,
+        "--optimizer muon": o.optimizer == "muon",
+        f"--main-weights {o.main_weights}": o.main_weights != "float32",
+        "--use-distributed-optimizer (ZeRO 1 is its like)": o.use_distributed_optimizer,
+    }.items():
+        _require(not used, f"--deepspeed does not go with {name}; train without --deepspeed")
+    groups, tp = config.model.query_groups, p.tensor_model_parallel_size
+    _require(
+        groups % tp == 0,
+        f"--deepspeed would count the gradients of copied key/value groups more than once: "
+        f"--num-query-groups {groups} is not a multiple of --tensor-model-parallel-size {tp}",
     )

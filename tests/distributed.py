@@ -30,6 +30,7 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.distributed.pipelining",
         "megadiff.training.engine",
+        "deepspeed",  # passed over where it is not installed
         "tests.distributed",
     ]
 )

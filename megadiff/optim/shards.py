@@ -47,6 +47,7 @@ class StatePiece:
 
     name: str
     parameter: nn.Parameter
+    shape: tuple[int, ...]  # of the local parameter, also where an engine has taken it apart
     key: str  # "main_weight", "compensation", "exp_avg", "exp_avg_sq", "momentum_buffer"
     start: int
     values: Tensor
@@ -121,7 +122,10 @@ class Shard:
                 for key, flat in tensors.items():
                     values = flat[start - r.start : end - r.start]
                     begin = start - slot.start
-                    yield StatePiece(slot.name, slot.parameter, key, begin, values, write(slot))
+                    shape = tuple(slot.parameter.shape)
+                    yield StatePiece(
+                        slot.name, slot.parameter, shape, key, begin, values, write(slot)
+                    )
 
 
 def flat_sections(slot: Slot) -> Iterator[tuple[int, int, Section]]:

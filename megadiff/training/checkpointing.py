@@ -15,13 +15,12 @@ import torch
 from megadiff.checkpoint import rng
 from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint, find_newest
 from megadiff.checkpoint.ranks import CheckpointError
-from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces, module_tensors
+from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
 from megadiff.checkpoint.storage import load, read_metadata
 from megadiff.config import Config, ModelConfig, TokenMixer, to_dict
-from megadiff.optim.optimizer import Optimizer
 from megadiff.optim.schedule import Schedule
 from megadiff.parallel.parameter import record_of
-from megadiff.training.engine import Engine
+from megadiff.training.engine import Engine, OptimizerState
 from megadiff.training.setup import Environment
 
 OPTIMIZER = "optimizer."
@@ -35,14 +34,14 @@ class Progress:
     consumed_samples: int = 0
 
 
-def optimizer_tensors(optimizer: Optimizer) -> Tensors:
+def optimizer_tensors(optimizer: OptimizerState) -> Tensors:
     """The state of the optimizer by global name, as this rank holds it."""
     tensors: Tensors = {}
     for piece in optimizer.state_pieces():
-        parameter = piece.parameter
+        record = record_of(piece.parameter)
         stop = piece.start + piece.values.numel()
         for section, part in flat_pieces(
-            record_of(parameter), parameter.shape, piece.start, stop, piece.values, piece.write
+            record, piece.shape, piece.start, stop, piece.values, piece.write
         ):
             add_piece(tensors, f"{OPTIMIZER}{piece.key}.{section.name}", section.shape, part)
     return tensors
@@ -79,7 +78,7 @@ def save(
 def state_tensors(engine: Engine, env: Environment) -> Tensors:
     """All tensors of a checkpoint, as this rank holds them now."""
     replicas = env.mesh.dp_cp
-    tensors = module_tensors(engine.model, replicas.rank, replicas.size)
+    tensors = engine.weights(replicas.rank, replicas.size)
     return tensors | optimizer_tensors(engine.optimizer) | rng.rng_tensors()
 
 
@@ -128,7 +127,7 @@ def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: boo
 
     Raises CheckpointError on all ranks.
     """
-    tensors = module_tensors(engine.model)
+    tensors = engine.weights()
     if weights_only:
         load(saved.path, tensors, ignore=[OPTIMIZER, rng.PREFIX], group=env.control)
         engine.optimizer.main_weights_from_parameters()

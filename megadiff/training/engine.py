@@ -4,27 +4,42 @@ An engine has two seams: forward and backward of one global batch, and the optim
 global batch runs through micro-batches, pipeline stages or another library is its own matter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megadiff.checkpoint.state import Tensors, module_tensors
 from megadiff.config import Config
 from megadiff.data.loader import MicroBatch
 from megadiff.models.build import Model, build_model
 from megadiff.optim.optimizer import Optimizer, StepResult
+from megadiff.optim.shards import StatePiece
 from megadiff.parallel.forward_backward import ForwardBackward
 from megadiff.parallel.parameter import initialize
 from megadiff.training.setup import Environment
+
+
+class OptimizerState(Protocol):
+    """What checkpoints need of an optimizer; `optim.Optimizer` says what each does."""
+
+    def state_pieces(self) -> Iterator[StatePiece]: ...
+    def state_scalars(self) -> dict[str, float]: ...
+    def load_scalars(self, scalars: dict[str, float]) -> None: ...
+    def parameters_from_main_weights(self) -> None: ...
+    def main_weights_from_parameters(self) -> None: ...
+    def wait_for_parameters(self) -> None: ...
 
 
 class Engine(Protocol):
     """This rank's part of the model and of its optimizer."""
 
     model: Model
-    optimizer: Optimizer
+
+    @property
+    def optimizer(self) -> OptimizerState: ...
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         """Gradients of one global batch, in which all ranks together have `tokens` unmasked tokens.
@@ -40,6 +55,10 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The sum of this rank's unmasked token losses, a float64 scalar on the device."""
+        ...
+
+    def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
+        """The model's weights by global name, as this rank holds them (see `module_tensors`)."""
         ...
 
 
@@ -79,6 +98,9 @@ class NativeEngine:
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
         return self.runner.evaluate([to_device(batch, self.device) for batch in batches])
+
+    def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
+        return module_tensors(self.model, replica, replicas)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -14,7 +14,8 @@ from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import RunData, build_data, set_vocabulary
-from megadiff.training.engine import NativeEngine
+from megadiff.training.deepspeed import DeepSpeedEngine, read_settings
+from megadiff.training.engine import Engine, NativeEngine
 from megadiff.training.log import RunLog
 from megadiff.training.loop import Run, train
 from megadiff.training.setup import Environment, start, world_size
@@ -46,6 +47,8 @@ def pretrain(config: Config) -> str:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if t.deepspeed:
+        read_settings(config, world_size())  # refuses what contradicts before anything starts
     env = start(config)
     data = build_data(config, env.mesh.dp, eod, pin_memory=env.device.type == "cuda")
     saved = checkpointing.find(config, env)
@@ -56,7 +59,7 @@ def pretrain(config: Config) -> str:
             manager = stack.enter_context(open_manager(config.checkpoint, saved))
         log = stack.enter_context(closing(RunLog(config, env.is_main)))
         log.line(to_yaml(config).rstrip())
-        engine, size = NativeEngine(config, env), model_size(config.model, t.seq_length)
+        engine, size = make_engine(config, env), model_size(config.model, t.seq_length)
         progress = Progress()
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
@@ -91,6 +94,13 @@ def pretrain(config: Config) -> str:
     return reason
 
 
+def make_engine(config: Config, env: Environment) -> Engine:
+    """megadiff's own engine, or DeepSpeed's."""
+    if not config.training.deepspeed:
+        return NativeEngine(config, env)
+    return DeepSpeedEngine(config, env)
+
+
 def open_manager(
     settings: CheckpointConfig, saved: checkpointing.Saved | None
 ) -> CheckpointManager:
@@ -111,7 +121,7 @@ def resume(
     config: Config,
     schedule: Schedule,
     data: RunData,
-    engine: NativeEngine,
+    engine: Engine,
     env: Environment,
     log: RunLog,
 ) -> tuple[Progress, Schedule]:

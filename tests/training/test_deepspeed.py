@@ -1,0 +1,239 @@
+"""The real DeepSpeed trains as the native engine does, and each opens the other's checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megadiff.checkpoint.storage import CheckpointReader, load, read_metadata
+from megadiff.checkpoint.storage import save as save_tensors
+from megadiff.config import Config, ConfigError, load_config, validate
+from megadiff.data.loader import MicroBatch
+from megadiff.training import metrics
+from megadiff.training.checkpointing import optimizer_tensors
+from megadiff.training.deepspeed import DeepSpeedEngine, read_settings
+from megadiff.training.engine import Engine, NativeEngine
+from megadiff.training.setup import start
+from tests.distributed import run_distributed
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
+STEPS = 5
+GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 12, 61
+
+
+def config_of(stage: str | None, tensor: int, *flags: str) -> Config:
+    """A small V1 and V2 model; `stage` names a file of configs/deepspeed, None is native."""
+    words = [
+        "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
+        "--num-query-groups", "2", "--ffn-hidden-size", "48", "--hybrid-layer-pattern", "12",
+        "--vocab-size", str(VOCABULARY), "--make-vocab-size-divisible-by", "4",
+        "--seq-length", str(LENGTH), "--micro-batch-size", "2", "--train-iters", "100",
+        "--global-batch-size", str(GLOBAL_BATCH), "--device", "cpu", "--clip-grad", "0.5",
+        "--tensor-model-parallel-size", str(tensor), "--init-method-std", "0.2",
+    ]  # fmt: skip
+    if stage is not None:
+        words += ["--deepspeed", "--deepspeed_config", str(CONFIGS / f"{stage}.json")]
+    return load_config([*words, *flags])
+
+
+def micro_batches(step: int, rank: int, data: int) -> list[MicroBatch]:
+    """Uneven loss masks, so that ranks and micro-batches count different numbers of tokens."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+    masks = torch.rand(GLOBAL_BATCH, LENGTH, generator=generator)
+    masks = (masks < torch.linspace(0.2, 1, GLOBAL_BATCH).unsqueeze(1)).float()
+    positions = torch.arange(LENGTH).expand(2, LENGTH)
+    return [
+        MicroBatch(text[i : i + 2, :-1], text[i : i + 2, 1:], masks[i : i + 2], positions)
+        for i in range(2 * rank, GLOBAL_BATCH, 2 * data)
+    ]
+
+
+def count(step: int) -> int:
+    return int(sum(b.loss_mask.sum() for b in micro_batches(step, 0, 1)))
+
+
+def train(engine: Engine, config: Config, env: Any, first: int = 0) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of the steps."""
+    outcome = []
+    for step in range(first, first + STEPS):
+        batches = micro_batches(step, env.mesh.dp.rank, env.mesh.dp.size)
+        share = engine.forward_backward(batches, count(step))
+        loss = metrics.sum_over_data(share, env).item()
+        result = engine.step(config.optimizer.lr, config.optimizer.weight_decay)
+        outcome.append((loss, result.grad_norm.item()))
+    return outcome
+
+
+def make(stage: str | None, tensor: int, flags: tuple[str, ...]) -> tuple[Any, Config, Any]:
+    config = config_of(stage, tensor, *flags)
+    validate(config, torch.distributed.get_world_size())
+    env = start(config)
+    engine = NativeEngine(config, env) if stage is None else DeepSpeedEngine(config, env)
+    return engine, config, env
+
+
+def run(stage: str | None, tensor: int, flags: tuple[str, ...], folder: str) -> Any:
+    engine, config, env = make(stage, tensor, flags)
+    outcome = train(engine, config, env)
+    engine.optimizer.wait_for_parameters()
+    save(engine, env, folder)
+    return outcome
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    reader = CheckpointReader(folder)
+    return {name: reader.read(name) for name in reader.tensors}
+
+
+SPLITS: list[Any] = [("zero0", 2, 1), ("zero2", 4, 2), ("zero3", 2, 1)]
+SPLITS += [
+    pytest.param(*split, marks=pytest.mark.slow)
+    for split in (
+        ("zero1", 2, 1), ("zero0", 4, 2), ("zero1", 4, 2), ("zero3", 4, 2), ("zero2_offload", 2, 1)
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "world", "tensor"), SPLITS)
+def test_trains_as_the_native_engine(tmp_path, stage, world, tensor):
+    """SGD: losses, norms and weights in float32 to rounding."""
+    flags = ("--optimizer", "sgd", "--lr", "0.1", "--sgd-momentum", "0.5")
+    native = run_distributed(world, run, None, tensor, flags, str(tmp_path / "native"))
+    theirs = run_distributed(world, run, stage, tensor, flags, str(tmp_path / "deepspeed"))
+    for ours, other in zip(native, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(ours), rtol=1e-5, atol=0)
+    expected, found = read(tmp_path / "native"), read(tmp_path / "deepspeed")
+    assert set(expected) == set(found)
+    for name, value in expected.items():
+        error = (found[name] - value).norm() / value.norm()
+        assert error < 1e-5, name
+
+
+def restore(engine: Engine, folder: str) -> None:
+    load(Path(folder), engine.weights() | optimizer_tensors(engine.optimizer))
+    engine.optimizer.load_scalars(read_metadata(folder)["optimizer"])
+    engine.optimizer.parameters_from_main_weights()
+
+
+def save(engine: Engine, env: Any, folder: str) -> None:
+    tensors = engine.weights(env.mesh.dp_cp.rank, env.mesh.dp_cp.size)
+    tensors |= optimizer_tensors(engine.optimizer)
+    save_tensors(Path(folder), tensors, {"optimizer": engine.optimizer.state_scalars()})
+
+
+def exchange(stage: str, flags: tuple[str, ...], folder: str) -> Any:
+    """Native trains and saves; both go on from there; DeepSpeed saves; native goes on from that."""
+    native, config, env = make(None, 1, flags)
+    train(native, config, env)
+    save(native, env, f"{folder}/native")
+    theirs, their_config, their_env = make(stage, 1, flags)
+    restore(theirs, f"{folder}/native")
+    save(theirs, their_env, f"{folder}/again")
+    first = train(native, config, env, STEPS), train(theirs, their_config, their_env, STEPS)
+    save(theirs, their_env, f"{folder}/deepspeed")
+    restore(native, f"{folder}/deepspeed")
+    second = (
+        train(native, config, env, 2 * STEPS),
+        train(theirs, their_config, their_env, 2 * STEPS),
+    )
+    return first, second
+
+
+OFTEN = ["zero1", "zero3"]
+SELDOM = ["zero0", "zero2", "zero3_offload"]
+
+
+@pytest.mark.parametrize(
+    "stage", [*OFTEN, *(pytest.param(stage, marks=pytest.mark.slow) for stage in SELDOM)]
+)
+def test_each_opens_the_others_checkpoints(tmp_path, stage):
+    flags = ("--lr", "1e-3")
+    for outcome in run_distributed(2, exchange, stage, flags, str(tmp_path)):
+        for native, theirs in outcome:
+            # Adam amplifies rounding where a gradient is near zero.
+            torch.testing.assert_close(
+                torch.tensor(theirs), torch.tensor(native), rtol=1e-3, atol=0
+            )
+    ours, again = read(tmp_path / "native"), read(tmp_path / "again")
+    assert set(ours) == set(again)
+    for name, value in ours.items():
+        assert torch.equal(value, again[name]), name
+
+
+def half(stage: str, flags: tuple[str, ...]) -> Any:
+    engine, _, env = make(stage, 1, flags)
+    results = []
+    for step in range(3):
+        batches = micro_batches(step, env.mesh.dp.rank, env.mesh.dp.size)
+        engine.forward_backward(batches, count(step))
+        result = engine.step(1e-3, 0.1)
+        results.append((bool(result.skipped), float(result.loss_scale)))
+    return results, engine.optimizer.updates
+
+
+def test_float16_overflow_skips_and_lowers_the_scale():
+    flags = ("--fp16", "--initial-loss-scale", str(2.0**32), "--hysteresis", "1")
+    for results, updates in run_distributed(2, half, "zero1", flags):
+        assert [skipped for skipped, _ in results] == [True, True, True]
+        assert [scale for _, scale in results] == [2.0**32, 2.0**31, 2.0**30]
+        assert updates == 0
+
+
+@pytest.mark.parametrize("stage", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_bfloat16_trains_as_the_native_engine(tmp_path, stage):
+    """DeepSpeed rounds norms' weights and lambda vectors to bfloat16 too, 3 digits."""
+    flags = ("--bf16", "--lr", "1e-3")
+    native = run_distributed(2, run, None, 1, flags, str(tmp_path / "native"))
+    theirs = run_distributed(2, run, stage, 1, flags, str(tmp_path / "deepspeed"))
+    for ours, other in zip(native, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(ours), rtol=0.02, atol=0)
+    assert set(read(tmp_path / "native")) <= set(read(tmp_path / "deepspeed"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pipeline-model-parallel-size", "2"], "does not go with --pipeline-model-parallel"),
+        (["--optimizer", "muon"], "does not go with --optimizer muon"),
+        (["--tensor-model-parallel-size", "4"], "copied key/value groups"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_by_name(flags, message):
+    config = config_of("zero1", 1, *flags)
+    with pytest.raises(ConfigError) as error:
+        validate(config, 4)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"gradient_clipping": 1.0}', "gradient_clipping is 1.0, but the configuration says 0.5"),
+        ('{"bf16": {"enabled": true}}', "bf16.enabled is True, but the configuration says False"),
+        ('{"optimizer": {"type": "AdamW"}}', "take out 'optimizer'"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path, text, message):
+    file = tmp_path / "zero.json"
+    file.write_text(text)
+    config = config_of(None, 1, "--deepspeed", "--deepspeed-config", str(file))
+    validate(config, 2)
+    with pytest.raises(ConfigError) as error:
+        read_settings(config, 2)
+    assert message in str(error.value)
+
+
+def test_auto_and_missing_values_are_filled():
+    config = config_of("zero2", 1)
+    validate(config, 2)
+    settings = read_settings(config, 2)
+    assert settings["gradient_accumulation_steps"] == 2
+    assert settings["train_micro_batch_size_per_gpu"] == 2
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["zero_optimization"] == {"stage": 2}
