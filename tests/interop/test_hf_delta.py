@@ -122,9 +122,7 @@ def test_training_reaches_every_parameter(ids):
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-def test_saved_code_travels_along(model, ids, tmp_path, monkeypatch):
-    cache = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+def test_saved_code_travels_along(model, ids, tmp_path, module_cache):
     model.save_pretrained(tmp_path / "saved")
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", trust_remote_code=True, dtype=torch.float64

@@ -22,10 +22,8 @@ ARCHITECTURES = {"standard": "llama", "diff_v1": "diffllama"}
 
 
 @pytest.fixture
-def exported(tmp_path, monkeypatch):
+def exported(tmp_path, module_cache):
     """Save a model, export it and read it with transformers."""
-    cache = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
 
     def export(config: ModelConfig, dtype: torch.dtype = torch.float32, **options):
         model = decoder(config, dtype=dtype)

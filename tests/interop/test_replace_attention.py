@@ -200,9 +200,7 @@ def test_generate_of_a_left_padded_batch_equals_prompts_alone(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_saved_models_come_back(tmp_path, variant, monkeypatch):
-    cache = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+def test_saved_models_come_back(tmp_path, variant, module_cache):
     model, ids = differential(variant), prompts()
     model.save_pretrained(tmp_path / "saved")
     back = MegadiffForCausalLM.from_pretrained(tmp_path / "saved")
