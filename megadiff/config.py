@@ -295,10 +295,14 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = _option(None, "WSD: steps of the decay at the end")
     lr_wsd_decay_samples: int | None = _option(None, "the same in samples")
     override_opt_param_scheduler: bool = _option(
-        False, "resume with this schedule where the checkpoint has another"
+        False,
+        "resume with this schedule where the checkpoint has another",
+        aliases={"--override-opt_param-scheduler": True},
     )
     use_checkpoint_opt_param_scheduler: bool = _option(
-        False, "resume with the checkpoint's schedule where this one differs"
+        False,
+        "resume with the checkpoint's schedule where this one differs",
+        aliases={"--use-checkpoint-opt_param-scheduler": True},
     )
     weight_decay: float = _option(0.1, "decoupled weight decay of matrices and embeddings")
     start_weight_decay: float | None = _option(None, "decay at the start, if it changes")

@@ -26,6 +26,7 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 
 def test_megatron_spellings():
     assert not load_config(["--disable-bias-linear"]).model.mlp_bias
+    assert load_config(["--override-opt_param-scheduler"]).optimizer.override_opt_param_scheduler
     assert load_config(["--attention-dropout", "0"]).model.attention_dropout == 0
 
 

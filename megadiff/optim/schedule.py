@@ -165,10 +165,11 @@ def resume_schedule(
     loaded = {key: value for key, value in saved.items() if key in known}
     if use_checkpoint_opt_param_scheduler:
         return replace(configured, **loaded)
+    ignored = _without_effect(known) & _without_effect(known | loaded)
     differing = [
         f"{key} {known[key]} (checkpoint: {value})"
         for key, value in loaded.items()
-        if known[key] != value
+        if known[key] != value and key not in ignored
     ]
     if differing:
         raise ValueError(
@@ -177,3 +178,17 @@ def resume_schedule(
             "--use-checkpoint-opt_param-scheduler to keep the old one"
         )
     return configured
+
+
+def _without_effect(schedule: dict[str, Any]) -> set[str]:
+    """Fields that a schedule's styles make idle: a longer run need not override them."""
+    names: set[str] = set()
+    if schedule["weight_decay_incr_style"] == "constant":
+        names |= {"start_weight_decay", "weight_decay_incr_samples"}
+    if schedule["lr_decay_style"] == "constant":
+        names |= {"min_lr", "lr_decay_samples"}
+    if schedule["lr_decay_style"] != "WSD":
+        names |= {"lr_wsd_decay_style", "lr_wsd_decay_samples"}
+    if schedule["lr_warmup_samples"] == 0:
+        names.add("lr_warmup_init")
+    return names

@@ -111,3 +111,18 @@ def test_resume_rules() -> None:
             override_opt_param_scheduler=True,
             use_checkpoint_opt_param_scheduler=True,
         )
+
+
+def test_a_longer_run_needs_no_override_where_its_length_has_no_effect() -> None:
+    constant = OptimizerConfig(lr_decay_style="constant")
+    short, long = (
+        make_schedule(constant, train_samples=n, global_batch_size=8) for n in (400, 800)
+    )
+    assert resume_schedule(long, asdict(short)) == long
+    fixed = OptimizerConfig(lr_decay_iters=50)
+    short, long = (make_schedule(fixed, train_samples=n, global_batch_size=8) for n in (400, 800))
+    assert resume_schedule(long, asdict(short)) == long
+    with pytest.raises(ValueError, match="lr_decay_style cosine"):
+        resume_schedule(
+            replace(long, lr_decay_style="cosine"), asdict(replace(long, lr_decay_style="linear"))
+        )
