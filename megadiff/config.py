@@ -399,6 +399,9 @@ class CheckpointConfig:
     load: str | None = _option(None, "folder to resume from")
     ckpt_step: int | None = _option(None, "step to load; the newest by default")
     finetune: bool = _option(False, "load weights only and start at step 0")
+    allow_data_change: bool = _option(
+        False, "resume although the data, or the order of samples, are not the checkpoint's"
+    )
     exit_on_missing_checkpoint: bool = _option(
         False, "refuse to start from random weights when --load has no checkpoint"
     )
@@ -477,6 +480,14 @@ def read_config_file(config: Config, path: str) -> None:
     if base is not None:
         read_config_file(config, str(Path(path).parent / base))
     update_config(config, values, source=path)
+
+
+def _with_dashes(word: str) -> str:
+    """A flag as ours are spelled: Megatron-LM has an underscore in a few, as in opt_param."""
+    if not word.startswith("--"):
+        return word
+    name, *value = word.split("=", 1)
+    return "=".join([name.replace("_", "-"), *value])
 
 
 def read_yaml(path: str) -> dict[str, Any]:

@@ -152,3 +152,9 @@ def test_samples_without_rampup_are_whole_steps():
     config = load_config(["--train-samples", "50", "--micro-batch-size", "4"])
     validate(config, 2)
     assert config.training.train_iters == 6
+
+
+def test_megatrons_spelling_with_underscores_is_understood() -> None:
+    config = load_config(["--override-opt_param-scheduler", "--data-cache_path=a_b"])
+    assert config.optimizer.override_opt_param_scheduler
+    assert config.data.data_cache_path == "a_b"

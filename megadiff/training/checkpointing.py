@@ -175,11 +175,14 @@ def _resolved(m: ModelConfig, seq_length: int) -> dict[str, Any]:
 
 def data_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In what the saved order of samples differs from this run's, for people."""
-    return [
+    found = [
         f"{key} was {saved.get(key)} and is {value}"
         for key, value in now.items()
-        if saved.get(key) != value
+        if saved.get(key) != value and key != "first_samples"
     ]
+    if not found and saved.get("first_samples") != now["first_samples"]:
+        found = ["their order is another, as it is when more epochs are asked for"]
+    return found
 
 
 def configuration_changes(saved: dict[str, Any], config: Config) -> list[str]:

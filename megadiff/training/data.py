@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megadiff.config import Config, ConfigError, DataConfig
 from megadiff.data.blended_dataset import BlendedDataset
 from megadiff.data.build import Dataset, build_train_valid_test_datasets
@@ -234,4 +236,5 @@ def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
             }
             for part in parts
         ],
+        "first_samples": digest(np.stack([train[i].tokens for i in range(min(4, len(train)))])),
     }

@@ -134,11 +134,14 @@ def resume(
         log.line(f" loaded the weights of {saved.path}, starting at iteration 0")
         return Progress(), schedule
     differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
-    if differences:
+    if differences and config.checkpoint.allow_data_change:
+        log.line(f" the data change from here on: {'; '.join(differences)}")
+    elif differences:
         raise CheckpointError(
             f"{saved.path} was trained on other data or in another order: "
             + "; ".join(differences)
-            + ". Go on with the same data, or take its weights alone with --finetune"
+            + ". Go on with the same data, with these from here on (--allow-data-change), or with "
+            "the weights alone (--finetune)"
         )
     o = config.optimizer
     try:

@@ -176,7 +176,18 @@ class TestRefusals:
         train(flags(data, "--save", saved, "--train-iters", "2"))
         other = write_data(tmp_path, seed=1)
         argv = flags(other, "--train-iters", "2", "--load", saved)
-        self.refused(CheckpointError, "other data.*datasets was .* --finetune", argv)
+        self.refused(CheckpointError, "other data.*datasets was .*--allow-data-change", argv)
+        log = tmp_path / "log"
+        train([*argv, "--train-iters", "3", "--allow-data-change", "--log-dir", str(log),
+               "--override-opt_param-scheduler"])  # fmt: skip
+        assert list(losses(log)) == [3]
+
+    def test_of_more_epochs_at_resume(self, data: str, tmp_path: Path) -> None:
+        """More epochs are shuffled together, so that other samples come first."""
+        saved = str(tmp_path / "saved")
+        train(flags(data, "--save", saved, "--train-iters", "2"))
+        argv = flags(data, "--train-iters", "40", "--load", saved)
+        self.refused(CheckpointError, "their order is another", argv)
 
     def test_of_a_missing_checkpoint_where_one_is_a_must(self, data: str, tmp_path: Path) -> None:
         argv = flags(data, "--load", str(tmp_path), "--exit-on-missing-checkpoint")

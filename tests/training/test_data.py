@@ -1,0 +1,60 @@
+"""The micro-batches of a run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadiff.config import ConfigError, load_config, validate
+from megadiff.parallel.mesh import Axis
+from megadiff.training.data import build_data, set_vocabulary
+from tests.training.small import EOD, flags, write_data
+
+
+def prepare(argv: list[str], dp: Axis) -> tuple:
+    config = load_config(argv)
+    validate(config, dp.size)
+    eod = set_vocabulary(config)
+    return config, build_data(config, dp, eod)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 8, 13])
+def test_an_evaluation_reads_every_sample_once(samples: int, tmp_path: Path) -> None:
+    """Whatever the number of ranks, and also where the last global batch is not full."""
+    argv = [f for f in flags(write_data(tmp_path), "--split", "0,100,0") if f != "--eod-mask-loss"]
+    argv = ["--split", "50,50,0", *argv[:-2]]
+    seen: dict[int, list[list[int]]] = {}
+    for size in (1, 2, 4):
+        rows = []
+        for rank in range(size):
+            _, data = prepare(argv, Axis(rank=rank, size=size))
+            for batches in data.valid.once(samples, 8):
+                assert len(batches) == 8 // size // 2
+                for batch in batches:
+                    rows += batch.tokens[batch.loss_mask.bool().all(1)].tolist()
+                    assert set(batch.loss_mask.sum(1).tolist()) <= {0.0, 16.0}
+        seen[size] = sorted(rows)
+    assert len(seen[1]) == samples
+    assert seen[1] == seen[2] == seen[4]
+
+
+def test_ranks_share_a_global_batch(tmp_path: Path) -> None:
+    argv = flags(write_data(tmp_path))
+    whole = prepare(argv, Axis())[1].train.step(8, 8)
+    halves = [prepare(argv, Axis(rank=r, size=2))[1].train.step(8, 8) for r in range(2)]
+    together = [batch for pair in zip(*halves, strict=True) for batch in pair]
+    for a, b in zip(whole, together, strict=True):
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.loss_mask, b.loss_mask)
+
+
+def test_the_null_tokenizer_adds_an_end_of_document(tmp_path: Path) -> None:
+    config, data = prepare(flags(write_data(tmp_path)), Axis())
+    assert config.model.vocab_size == EOD + 1
+    batch = data.train.step(0, 8)[0]
+    assert torch.equal(batch.loss_mask == 0, batch.tokens == EOD)
+
+
+def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    argv = flags(write_data(tmp_path), "--tokenizer-type", "ByteTokenizer")
+    with pytest.raises(ConfigError, match="60 is smaller than the tokenizer's 259"):
+        prepare(argv, Axis())
