@@ -1,5 +1,6 @@
 """FlashDiffAttention gives what the published module gives, dense and packed."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from megadiff.checkpoint.state import module_tensors
+from megadiff.config import ModelConfig
 from megadiff.interop import FlashDiffAttention
+from megadiff.interop.hf.names import to_hf
+from megadiff.interop.tensors import deferred
+from tests.interop.models import decoder, logits, tokens
 
 DATA = Path(__file__).parents[1] / "data"
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -81,3 +87,46 @@ def test_what_is_not_offered_is_refused():
         FlashDiffAttention(8, 0, alibi_slopes=torch.ones(2))
     with pytest.raises(ValueError, match="even number of heads of width 8; got 3 of width 8"):
         FlashDiffAttention(8, 0)(*(torch.randn(1, 2, 3, 8),) * 3)
+
+
+def test_the_documented_hugging_face_model_is_our_model():
+    """The example of the page runs, and with the weights of a DIFF V1 decoder gives its logits."""
+    pytest.importorskip("transformers", minversion="5.0")
+    page = (DATA.parents[1] / "docs" / "flash_diff_attention.md").read_text(encoding="utf-8")
+    example = re.search(r"## Hugging Face.*?```python\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    code = example[1]
+    for large, small in (("=512", "=64"), ("=1408", "=96"), ("layers=4", "layers=2")):
+        assert large in code
+        code = code.replace(large, f"{small}, vocab_size=61" if large == "=512" else small)
+    names: dict = {}
+    exec(code, names)
+    theirs = names["model"]
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=96,
+        vocab_size=61,
+        token_mixer="diff_v1",
+        diff_head_norm="no_weight",
+        rotary_interleaved=False,
+        norm_epsilon=1e-5,
+        untie_embeddings_and_output_weights=True,
+    )
+    theirs.config.rms_norm_eps = 1e-5
+    for module in theirs.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-5
+    ours = decoder(config)
+    tensors = {
+        name: deferred(tensor.pieces[0].data) for name, tensor in module_tensors(ours).items()
+    }
+    state = {
+        name.replace(".lambda_", ".differential.lambda_"): tensor.make()
+        for name, tensor in to_hf(tensors, config, "megadiff").items()
+    }
+    theirs.load_state_dict(state)
+    ids = tokens()
+    torch.testing.assert_close(theirs(ids).logits, logits(ours, ids), rtol=1e-4, atol=1e-5)

@@ -13,6 +13,7 @@ from megadiff.interop.hf.convert import export_checkpoint, import_folder
 from megadiff.interop.hf.names import to_hf
 from megadiff.interop.safetensors import read_folder
 from megadiff.interop.tensors import Deferred, InteropError
+from megadiff.models.generation import Sampling, generate
 from megadiff.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.interop.models import MODELS, TINY, decoder, logits, save_checkpoint, tokens
@@ -66,17 +67,17 @@ def test_bfloat16_logits_differ_by_rounding(exported, name):
     "name", ["standard", "diff_v1_weight", "diff_v2", "hybrid", "delta_hybrid"]
 )
 def test_greedy_generation_is_the_same(exported, name):
+    """Prompts of unequal lengths, which theirs pads on the left, ours on the right."""
     model, theirs, _, _ = exported(MODELS[name])
-    prompt = tokens(1, 5)
-    ours, cache = prompt, model.new_cache(17)
-    with torch.no_grad():
-        fresh = prompt
-        for _ in range(12):
-            at = torch.arange(ours.shape[1] - fresh.shape[1], ours.shape[1]).unsqueeze(0)
-            fresh = model(fresh, at, cache=cache)[:, -1:, : model.vocab_size].argmax(-1)
-            ours = torch.cat([ours, fresh], 1)
-    generated = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=True)
-    assert torch.equal(generated, ours)
+    prompts = [tokens(1, 7)[0].tolist(), tokens(1, 4)[0].tolist()]
+    ours = [list(step) for step in zip(*generate(model, prompts, 12, Sampling(0.0)), strict=True)]
+    padded = torch.tensor([prompts[0], [0, 0, 0, *prompts[1]]])
+    mask = torch.ones_like(padded)
+    mask[1, :3] = 0
+    generated = theirs.generate(
+        padded, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert generated[:, 7:].tolist() == ours
 
 
 @pytest.mark.parametrize("name", MODELS)
