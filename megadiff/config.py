@@ -297,12 +297,10 @@ class OptimizerConfig:
     override_opt_param_scheduler: bool = _option(
         False,
         "resume with this schedule where the checkpoint has another",
-        aliases={"--override-opt_param-scheduler": True},
     )
     use_checkpoint_opt_param_scheduler: bool = _option(
         False,
         "resume with the checkpoint's schedule where this one differs",
-        aliases={"--use-checkpoint-opt_param-scheduler": True},
     )
     weight_decay: float = _option(0.1, "decoupled weight decay of matrices and embeddings")
     start_weight_decay: float | None = _option(None, "decay at the start, if it changes")
@@ -463,7 +461,7 @@ def load_config(argv: list[str]) -> Config:
 
 
 def _with_dashes(word: str) -> str:
-    """A flag written with underscores (`--deepspeed_config`) as its name here."""
+    """A flag written with underscores (`--deepspeed_config`, `--override-opt_param-scheduler`)."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -480,14 +478,6 @@ def read_config_file(config: Config, path: str) -> None:
     if base is not None:
         read_config_file(config, str(Path(path).parent / base))
     update_config(config, values, source=path)
-
-
-def _with_dashes(word: str) -> str:
-    """A flag as ours are spelled: Megatron-LM has an underscore in a few, as in opt_param."""
-    if not word.startswith("--"):
-        return word
-    name, *value = word.split("=", 1)
-    return "=".join([name.replace("_", "-"), *value])
 
 
 def read_yaml(path: str) -> dict[str, Any]:

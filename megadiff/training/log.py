@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,8 +56,8 @@ class RunLog:
     def record(self, kind: str, iteration: int, values: dict[str, Any]) -> None:
         """Numbers for programs: `kind` is "train", "validation" or "test"."""
         if self._metrics is not None:
-            entry = {"kind": kind, "iteration": iteration, **values}
-            self._metrics.write(json.dumps(entry) + "\n")
+            entry = {"kind": kind, "iteration": iteration, **_finite(values)}
+            self._metrics.write(json.dumps(entry, allow_nan=False) + "\n")
             self._metrics.flush()
         numbers = {
             f"{kind}/{key}": float(value)
@@ -91,6 +92,13 @@ class _Notices(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._log.line(f" {record.getMessage()}")
+
+
+def _finite(value: Any) -> Any:
+    """With None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flatten(values: dict[str, Any]) -> dict[str, Any]:

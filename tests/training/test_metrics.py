@@ -1,10 +1,15 @@
 """The log line has Megatron-LM's fields, under their names and in their order."""
 
+import math
 import re
 
 import pytest
+import torch
 
-from megadiff.training.metrics import evaluation_line, train_line
+from megadiff.optim.optimizer import StepResult
+from megadiff.parallel.mesh import ParallelMesh
+from megadiff.training.metrics import Interval, evaluation_line, train_line
+from megadiff.training.setup import Environment
 
 VALUES = {
     "consumed_samples": 640,
@@ -71,3 +76,15 @@ def test_an_evaluation() -> None:
 def test_small_throughputs_keep_their_digits(tflops: float) -> None:
     found = fields(train_line({**VALUES, "tflops_per_device": tflops}, 40, 100))
     assert float(found["throughput per GPU (TFLOP/s/GPU)"]) == tflops
+
+
+def test_skipped_and_broken_steps_are_counted_apart() -> None:
+    env = Environment(ParallelMesh(), torch.device("cpu"), torch.float32, None)
+    interval = Interval()
+    for loss, skipped in ((2.0, False), (math.nan, True), (9.0, True), (3.0, False)):
+        result = StepResult(torch.tensor(0.5), torch.tensor(skipped), torch.tensor(8.0))
+        interval.add(torch.tensor(loss, dtype=torch.float64), result, 0.1, batch_size=4)
+    values = interval.read(env)
+    assert values["lm_loss"] == 2.5
+    assert (values["skipped_iterations"], values["nan_iterations"]) == (2, 1)
+    assert (values["grad_norm"], values["loss_scale"], values["learning_rate"]) == (0.5, 8.0, 0.1)
