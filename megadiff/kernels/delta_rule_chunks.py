@@ -112,12 +112,22 @@ class _Decay:
     whole: Tensor  # [..., 1, 1]: from state to state
 
 
+def _up_to(x: Tensor) -> Tensor:
+    """Sums of the rows up to each one; a product, as CUDA's cumsum is not deterministic."""
+    return torch.ones(x.shape[-2], x.shape[-2], dtype=x.dtype, device=x.device).tril() @ x
+
+
+def _from(x: Tensor) -> Tensor:
+    """Sums of the rows from each one on."""
+    return torch.ones(x.shape[-2], x.shape[-2], dtype=x.dtype, device=x.device).triu() @ x
+
+
 def _decay(g: Tensor) -> _Decay:
     """From g `[chunks, heads, size, 1]`. The sums over (j, i] are taken as such: a difference of
     cumulative sums would lose the small steps that follow a large one."""
-    sums = g.expand(*g.shape[:-1], g.shape[-2]).tril(-1).cumsum(-2)
+    sums = _up_to(g.expand(*g.shape[:-1], g.shape[-2]).tril(-1))
     within = sums.exp().tril()
-    enter = g.cumsum(-2).exp()
+    enter = _up_to(g).exp()
     return _Decay(within, enter, within[..., -1, :, None], enter[..., -1:, :])
 
 
@@ -285,5 +295,4 @@ def _decay_gradient(
     enters = enters * decay.enter
     enters[..., -1:, :] += whole * decay.whole  # and so is to enter and pass
     # g of row r is in the exponents from j < r to i >= r: sum over i, then over j
-    reaching = spans.flip(-2).cumsum(-2).flip(-2)
-    return reaching.tril(-1).sum(-1, keepdim=True) + enters.flip(-2).cumsum(-2).flip(-2)
+    return _from(spans).tril(-1).sum(-1, keepdim=True) + _from(enters)
