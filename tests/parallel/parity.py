@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megadiff.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    TokenMixer,
     TrainingConfig,
     validate,
 )
@@ -76,7 +77,7 @@ class Cell:
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    "mixer": ("standard", "diff_v1", "diff_v2", "delta_net", "gated_delta_net", "hybrid"),
+    "mixer": ("standard", "diff_v1", "diff_v2", "delta_net", "gated_delta_net", "2DG1"),
     "style": ("rms", "layer"),
     "groups": (4, 2, 1),
     "tied": (True, False),
@@ -101,7 +102,7 @@ def config_of(cell: Cell) -> Config:
     pipeline, kind = int(stages[0]), stages[1:]
     layout = {"list": "1,3", "balanced": "balanced"}.get(kind, "even")
     layer_style = cell.style == "layer"
-    hybrid = cell.mixer not in VALUES["mixer"]
+    hybrid = cell.mixer not in get_args(TokenMixer)
     granularity = {"none": None, "selective": "selective"}.get(cell.recompute, "full")
     model = ModelConfig(
         num_layers=cell.layers,
