@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.parallel.mesh import ParallelMesh
-from megadiff.parallel.parameter import local_view, record_of
+from megadiff.parallel.parameter import local_view, named_sections, record_of
 
 _BLOCK = 1 << 24  # elements hashed at a time, which bounds the memory for it
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that every bit of every element counts
@@ -51,15 +51,16 @@ def check_replicas(
     whole: list[tuple[str, Tensor]] = []
     replicated: list[tuple[str, Tensor]] = []
     copied: list[tuple[str, Tensor]] = []
-    for name, parameter in module.named_parameters():
+    for parameter, section in named_sections(module):
         record = record_of(parameter)
-        whole.append((name, parameter))
-        for section in record.sections if record.tie is None else ():
-            view = local_view(parameter.detach(), section, record.dim)
-            if mesh.tp.size > 1 and section.copies == mesh.tp.size:
-                replicated.append((section.name, view))
-            elif mesh.tp_copies.size > 1 and section.copies == mesh.tp_copies.size:
-                copied.append((section.name, view))
+        item = (section.name, local_view(parameter.detach(), section, record.dim))
+        whole.append(item)
+        if record.tie is not None:
+            continue
+        if mesh.tp.size > 1 and section.copies == mesh.tp.size:
+            replicated.append(item)
+        elif mesh.tp_copies.size > 1 and section.copies == mesh.tp_copies.size:
+            copied.append(item)
     found = [
         _first_difference(whole, mesh.dp_cp.group, "data-parallel"),
         _first_difference(replicated, mesh.tp.group, "tensor-parallel"),
