@@ -112,6 +112,7 @@ class DurableFile:
         self._path = path
         self._file = path.open("wb")
         self._synced = 0
+        self.error: OSError | None = None
         self.bytes = 0
         self.crc32 = 0
 
@@ -122,7 +123,8 @@ class DurableFile:
                 self._synced = self.bytes
                 os.fdatasync(self._file.fileno())
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+            self.error = OSError(error.errno, error.strerror, str(self._path))
+            raise self.error from None
         size = memoryview(data).nbytes
         self.crc32 = zlib.crc32(data, self.crc32)
         self.bytes += size
@@ -153,7 +155,12 @@ def write_tensor(tensor: torch.Tensor, file: DurableFile) -> tuple[int, int]:
         values = tensor.reshape(-1).view(torch.uint8).numpy()
         tensor = torch.frombuffer(values, dtype=tensor.dtype).view(tensor.shape)
     start = file.bytes
-    torch.save(tensor, file)  # type: ignore[arg-type]
+    try:
+        torch.save(tensor, file)  # type: ignore[arg-type]
+    except RuntimeError:  # torch's own, which does not say what happened to the file
+        if file.error is not None:
+            raise file.error from None
+        raise
     return start, file.bytes - start
 
 

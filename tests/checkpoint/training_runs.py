@@ -27,8 +27,8 @@ def write_text(prefix: Path) -> None:
     generator = np.random.default_rng(0)
     with IndexedDatasetBuilder(str(prefix), np.dtype(np.uint16)) as builder:
         for _ in range(80):
-            first, step = generator.integers(0, 64, 2)
-            builder.add_document(((first + step * np.arange(40)) % 64).astype(np.uint16))
+            first, step = generator.integers(0, 61, 2)
+            builder.add_document(((first + step * np.arange(40)) % 61).astype(np.uint16))
 
 
 def arguments(text: Path, log: Path, steps: int, *flags: str) -> list[str]:
