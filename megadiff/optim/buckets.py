@@ -85,7 +85,7 @@ class Buckets:
         sharded: bool = False,
         overlap_reduce: bool = True,
         float32_gradients: bool = True,
-        bucket_size: int = 40_000_000,  # elements, Megatron's default
+        bucket_size: int | None = None,  # elements
         alignment: int = 64,  # elements: 128 bytes of bf16, for vectorised kernels and NCCL
         ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
     ) -> None:
@@ -97,6 +97,8 @@ class Buckets:
         self._float32_gradients = float32_gradients
         self._alignment = alignment
         self._ties = dict(ties)
+        if bucket_size is None:  # Megatron-LM's: messages stay long on many ranks
+            bucket_size = max(40_000_000, 1_000_000 * self.world)
         self._next = 0  # the bucket to reduce next
         self.buckets = [
             self._make_bucket(members)

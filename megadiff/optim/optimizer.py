@@ -61,7 +61,7 @@ class Optimizer:
         tensor_parallel_group: dist.ProcessGroup | None = None,
         ties: Sequence[tuple[nn.Parameter, dist.ProcessGroup]] = (),
         alignment: int = 64,
-        bucket_size: int = 40_000_000,
+        bucket_size: int | None = None,
     ) -> None:
         self.config = config
         several = isinstance(modules, (nn.ModuleList, Sequence))
