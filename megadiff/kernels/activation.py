@@ -3,9 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from megadiff.kernels.fused import fused
 from megadiff.kernels.reference import wide
 
 
+@fused
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up; gate_up `[..., 2 F]` = [gate | up] -> `[..., F]`, computed in at least
     float32."""

@@ -4,9 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megadiff.kernels.fused import fused
 from megadiff.kernels.reference import wide
 
 
+@fused
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; weight `[x.shape[-1]]` or None.
 
@@ -19,6 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
     return y.to(x.dtype)
 
 
+@fused
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from megadiff.kernels.fused import fused
 from megadiff.kernels.reference import wide
 
 # Llama 3.1 and 3.2 were trained on contexts of this length before their positions were stretched.
@@ -58,6 +59,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
+@fused
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -77,3 +77,38 @@ def test_golden_values_of_flash_diff_attention(name: str, backend: str) -> None:
     expected = [g["dq"], g["dk"], g["dv"], *(g[f"grad/lambda_{x}"] for x in vectors)]
     for mine, theirs in zip(torch.autograd.grad(out, wanted, g["dy"]), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_backends_are_named_and_refuse_with_the_reason() -> None:
+    inputs = Case("refused").inputs(torch.float32)
+    with pytest.raises(ValueError, match="'triton' cannot serve this call: it takes bfloat16"):
+        diff_attention(*inputs, backend="triton")
+    with pytest.raises(ValueError, match="unknown backend 'flash'; known: auto, triton"):
+        diff_attention(*inputs, backend="flash")
+
+
+def test_shapes_that_form_no_pairs_are_refused() -> None:
+    q, k, v, lam = Case("refused", pairs=3, groups=3).inputs(torch.float32)
+    with pytest.raises(ValueError, match="5 query, 6 key and 3 value heads form no pairs"):
+        diff_attention(q[:, :, :5], k, v, lam)
+    with pytest.raises(ValueError, match=r"lam must be a scalar, \[3\] or \[2, 8, 3\]; got \[2\]"):
+        diff_attention(q, k, v, lam[:2])
+    with pytest.raises(ValueError, match="give norm_eps too"):
+        diff_attention(q, k, v, lam, out_scale=0.2)
+    with pytest.raises(ValueError, match="seqused_k must be"):
+        diff_attention(q, k, v, lam, seqused_k=torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["v1_groups", "window", "packed_empty_and_padding"])
+def test_compiles_without_graph_breaks(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    inputs = case.inputs(torch.float64)
+
+    def run(*tensors: Tensor) -> Tensor:
+        return diff_attention(*tensors, **case.call_options(), norm_eps=1e-5)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs)
+    expected = run(*inputs)
+    torch.testing.assert_close(compiled, expected)
+    for mine, theirs in zip(gradients(compiled, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -135,7 +135,7 @@ def dy_terms(case: Case) -> int:
     return tokens.get(case.lam, 1) * case.d_v
 
 
-def check(case: Case, norm: bool, weighted: bool = True) -> None:
+def check(case: Case, norm: bool, weighted: bool = True, backend: str = "triton") -> None:
     seed = zlib.crc32(case.name.encode())
     weighted = weighted and norm
     # the plain formula on four inputs, since the largest error of one small input can be small by
@@ -148,7 +148,7 @@ def check(case: Case, norm: bool, weighted: bool = True) -> None:
         rough.append([largest_error(a, b) for a, b in zip(half, expected, strict=True)])
     leaves = leaves_of(case, seed, weighted)
     expected = results_of(case, wide_copy(leaves), "reference", norm)
-    results = results_of(case, leaves, "triton", norm)
+    results = results_of(case, leaves, backend, norm)
     unit = torch.finfo(HALF).eps / 2
     for i, (mine, reference) in enumerate(zip(results, expected, strict=True)):
         name = ("out", "dq", "dk", "dv", "dlam", "dweight")[i]

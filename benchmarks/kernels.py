@@ -1,0 +1,58 @@
+"""Time the memory-bound kernels on one GPU: compiled (what the package runs) and eager, with bandwidth.
+
+python benchmarks/kernels.py
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+from megadiff.kernels import cross_entropy, rms_norm, rotary, rotary_cos_sin, swiglu
+
+TOKENS, HIDDEN, FFN, VOCABULARY = 16384, 3072, 8192, 50304
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def report(
+    name: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], bytes_both: int
+) -> None:
+    """bytes_both: the least that forward and backward must move."""
+    for label in ("compiled", "eager"):
+        with torch.compiler.set_stance("default" if label == "compiled" else "force_eager"):
+            dy = torch.randn_like(function(*inputs))
+            forward = do_bench(lambda: function(*inputs), return_mode="median")
+            both = do_bench(
+                lambda dy=dy: torch.autograd.grad(function(*inputs), inputs, dy),
+                return_mode="median",
+            )
+        rate = bytes_both / both / 1e9
+        print(
+            f"{name:14s} {label:9s} forward {forward:.3f} ms, both {both:.3f} ms, {rate:.2f} TB/s"
+        )
+
+
+def main() -> None:
+    element = 2
+    x, w = random(TOKENS, HIDDEN), random(HIDDEN)
+    report("rms_norm", rms_norm, (x, w), 5 * x.numel() * element)
+    gate_up = random(TOKENS, 2 * FFN)
+    report("swiglu", swiglu, (gate_up,), 4 * gate_up.numel() * element)
+    q, k = random(4, TOKENS // 4, 24, 128), random(4, TOKENS // 4, 24, 128)
+    cos, sin = rotary_cos_sin(torch.arange(TOKENS // 4, device="cuda"), 128)
+
+    def both_rotated(q: Tensor, k: Tensor) -> Tensor:
+        return torch.stack(rotary(q, k, cos, sin, True))
+
+    report("rotary (stack)", both_rotated, (q, k), 6 * (q.numel() + k.numel()) * element)
+    logits = random(TOKENS, VOCABULARY)
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
+    report("cross_entropy", lambda x: cross_entropy(x, labels), (logits,), 3 * logits.numel() * 2)
+
+
+if __name__ == "__main__":
+    main()
