@@ -64,6 +64,7 @@ def combine_and_normalise(first: Tensor, second: Tensor, lam: Tensor) -> Tensor:
     return o.to(first.dtype)
 
 
+torch._functorch.config.donated_buffer = False  # so that a backward can be timed repeatedly
 _combine = torch.compile(combine, dynamic=True)
 _combine_and_normalise = torch.compile(combine_and_normalise, dynamic=True)
 _flex = torch.compile(flex_attention, dynamic=False)

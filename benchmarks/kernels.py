@@ -1,4 +1,4 @@
-"""Time the memory-bound kernels on one GPU: compiled (what the package runs) and eager, with bandwidth.
+"""Time the memory-bound kernels on one GPU, compiled and eager, with bandwidth.
 
 python benchmarks/kernels.py
 """

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megadiff.kernels.fused import fused
+from megadiff.kernels.device import on_triton
 from megadiff.kernels.reference import wide
 
-CHUNK = 1 << 22  # logits widened at a time on a CPU: 16 MiB in float32
+CHUNK = 1 << 22  # logits widened at a time without Triton: 16 MiB in float32
 
 
-def _chunks(rows: int, columns: int, cuda: bool) -> Iterator[slice]:
-    """Slices of rows; one of all rows on CUDA, where the fused passes widen in registers."""
-    step = max(1, rows if cuda else CHUNK // max(columns, 1))
+def _chunks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(columns, 1))
     return (slice(begin, begin + step) for begin in range(0, rows, step))
 
 
@@ -30,14 +29,12 @@ def _local(labels: Tensor, vocab_start: int, columns: int) -> tuple[Tensor, Tens
     return torch.where(inside, local, 0), inside
 
 
-@fused
 def _maximum_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
     wide_x = x.to(wide(x.dtype))
     maximum = wide_x.amax(-1)
     return maximum, (wide_x - maximum[:, None]).exp().sum(-1)
 
 
-@fused
 def _softmax_minus_one_hot(
     x: Tensor, column: Tensor, maximum: Tensor, total: Tensor, grad: Tensor
 ) -> Tensor:
@@ -62,11 +59,18 @@ def cross_entropy_partials(
     real = columns if vocab_size is None else max(0, min(columns, vocab_size - vocab_start))
     dtype = wide(logits.dtype)
     flat, flat_labels = logits.detach().reshape(-1, columns), labels.reshape(-1)
+    if real and on_triton(flat):
+        from megadiff.kernels import small_triton
+
+        flat, flat_labels = flat.contiguous(), flat_labels.contiguous()
+        results = small_triton.cross_entropy_partials(flat, flat_labels, vocab_start, real)
+        maximum, total, target = (x.view(labels.shape) for x in results)
+        return maximum, total, target
     maximum = flat.new_full(flat_labels.shape, -torch.inf, dtype=dtype)
     total = torch.zeros_like(maximum)
     target = torch.zeros_like(maximum)
     if real:
-        for rows in _chunks(flat.shape[0], columns, flat.is_cuda):
+        for rows in _chunks(flat.shape[0], columns):
             column, inside = _local(flat_labels[rows], vocab_start, real)
             x = flat[rows, :real]
             maximum[rows], total[rows] = _maximum_and_sum(x)
@@ -99,8 +103,22 @@ def cross_entropy_grad(
     row_max, row_sum, row_grad, row_label = (
         x.reshape(-1) for x in (maximum, total, grad_output.to(dtype), labels)
     )
+    if on_triton(flat) and flat.is_contiguous():
+        from megadiff.kernels import small_triton
+
+        small_triton.cross_entropy_grad(
+            flat,
+            row_label.contiguous(),
+            row_max.contiguous(),
+            row_sum.contiguous(),
+            row_grad.contiguous(),
+            grad,
+            vocab_start,
+            real,
+        )
+        return grad.view(logits.shape)
     grad[:, real:] = 0
-    for rows in _chunks(flat.shape[0], columns, flat.is_cuda):
+    for rows in _chunks(flat.shape[0], columns):
         grad[rows, :real] = _softmax_minus_one_hot(
             flat[rows, :real],
             row_label[rows] - vocab_start,

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megadiff.kernels.fused import fused
+from megadiff.kernels.device import on_triton
 from megadiff.kernels.reference import wide
 
 # Llama 3.1 and 3.2 were trained on contexts of this length before their positions were stretched.
@@ -59,7 +59,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
-@fused
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -75,4 +74,10 @@ def rotary(
             raise ValueError(
                 f"the rotary width {2 * cos.shape[-1]} exceeds {name}'s head width {x.shape[-1]}"
             )
+    width = q.shape[-1]
+    whole = width == k.shape[-1] == 2 * cos.shape[-1] and width & (width - 1) == 0
+    if whole and q.shape[:-2] == k.shape[:-2] and on_triton(q) and cos.dtype == torch.float32:
+        from megadiff.kernels import small_triton
+
+        return small_triton.rotary(q, k, cos, sin, interleaved)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)

@@ -1,0 +1,239 @@
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+# (Triton kernels are compiled by Triton, whose types pyright does not know)
+"""Memory-bound kernels in Triton: SwiGLU, rotary embedding, cross entropy. Each moves every byte
+once.
+
+They serve eager CUDA calls; inside a compiled model the plain torch forms are used, which the
+compiler fuses. Arithmetic is float32. Imported only when used: Triton is not a dependency."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 1024
+
+
+@triton.jit
+def _swiglu_forward(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = gate_up + row * 2 * width + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(gate_up, dy, grad, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * 2 * width + columns
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dy + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    dgate = d * up * (sigmoid + silu * (1.0 - sigmoid))
+    dtype = grad.dtype.element_ty
+    tl.store(grad + at, dgate.to(dtype), mask=inside)
+    tl.store(grad + at + width, (d * silu).to(dtype), mask=inside)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        grid = (gate_up.numel() // (2 * width), triton.cdiv(width, _COLUMNS))
+        _swiglu_forward[grid](gate_up, out, width, BLOCK=_COLUMNS)
+        return out
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        width = gate_up.shape[-1] // 2
+        grad = torch.empty_like(gate_up)
+        grid = (gate_up.numel() // (2 * width), triton.cdiv(width, _COLUMNS))
+        _swiglu_backward[grid](gate_up, dy.contiguous(), grad, width, BLOCK=_COLUMNS)
+        return grad
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    return _SwiGLU.apply(gate_up)
+
+
+@triton.jit
+def _rotate(
+    x, out, pitch, heads, first, token, cos, sin, sign, D: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = D // 2
+    head = first + tl.arange(0, HEADS)
+    inside = (head < heads)[:, None]
+    pairs = tl.arange(0, half)
+    c = tl.load(cos + pairs).to(tl.float32)[None, :]
+    s = tl.load(sin + pairs).to(tl.float32)[None, :] * sign
+    source = x + token * pitch + head[:, None] * D
+    target = out + (token * heads + head)[:, None] * D
+    if INTERLEAVED:
+        columns = tl.arange(0, D)[None, :]
+        whole = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(whole, [HEADS, half, 2]))
+        turned = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [HEADS, D])
+        tl.store(target + columns, turned.to(out.dtype.element_ty), mask=inside)
+    else:
+        columns = pairs[None, :]
+        a = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + half + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + columns, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
+        tl.store(target + half + columns, (a * s + b * c).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotary(
+    q, k, q_out, k_out, cos, sin, positions, q_pitch, k_pitch, q_heads, k_heads, sign,
+    D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One token and a few heads of q or of k; row `token % positions` of cos and sin."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(q_heads, HEADS)
+    cos += token % positions * (D // 2)
+    sin += token % positions * (D // 2)
+    if block < q_blocks:
+        _rotate(
+            q, q_out, q_pitch, q_heads, block * HEADS, token, cos, sin, sign, D, HEADS, INTERLEAVED
+        )
+    else:
+        block -= q_blocks
+        _rotate(
+            k, k_out, k_pitch, k_heads, block * HEADS, token, cos, sin, sign, D, HEADS, INTERLEAVED
+        )
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """x as `[tokens, heads, d]` whose heads are contiguous; a view where its strides allow it."""
+    regular = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+    regular = regular and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
+    return (x if regular else x.contiguous()).flatten(0, -3)
+
+
+def _turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
+) -> tuple[Tensor, Tensor]:
+    q_rows, k_rows = _by_token(q), _by_token(k)
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    (tokens, q_heads, d), k_heads = q_rows.shape, k_rows.shape[1]
+    block = min(8, triton.next_power_of_2(max(q_heads, k_heads)))
+    grid = (tokens, triton.cdiv(q_heads, block) + triton.cdiv(k_heads, block))
+    positions = cos.numel() // cos.shape[-1]
+    _rotary[grid](
+        q_rows, k_rows, q_out, k_out, cos, sin, positions, q_rows.stride(0), k_rows.stride(0),
+        q_heads, k_heads, sign, D=d, HEADS=block, INTERLEAVED=interleaved, num_warps=2,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(q, k, cos, sin, interleaved, 1.0)
+
+    @staticmethod
+    def backward(ctx, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        dq, dk = _turn(dq, dk, *ctx.saved_tensors, ctx.interleaved, -1.0)
+        return dq, dk, None, None, None
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """As `megadiff.kernels.rotary`, for whole heads of a power-of-two width; cos and sin are
+    constants."""
+    return _Rotary.apply(q, k, cos, sin, interleaved)
+
+
+@triton.jit
+def _partials(
+    logits, labels, maximum, total, target, pitch, vocab_start, columns, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row) - vocab_start
+    base = logits + row * pitch
+    offsets = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for begin in tl.range(0, columns, BLOCK):
+        at = begin + offsets
+        x = tl.load(base + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+        new_top = tl.maximum(top, x)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        sums = sums * tl.exp(top - safe) + tl.exp(x - safe)
+        top = new_top
+    row_max = tl.max(top, 0)
+    tl.store(maximum + row, row_max)
+    tl.store(total + row, tl.sum(sums * tl.exp(top - row_max), 0))
+    if (label >= 0) & (label < columns):
+        tl.store(target + row, tl.load(base + label).to(tl.float32))
+    else:
+        tl.store(target + row, 0.0)
+
+
+@triton.jit
+def _gradient(
+    logits, labels, maximum, total, dloss, grad, pitch, vocab_start, columns, all_columns,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + row) - vocab_start
+    d = tl.load(dloss + row)
+    x = tl.load(logits + row * pitch + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+    p = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
+    p = tl.where((at == label) & (at < columns), p - 1.0, p) * d
+    tl.store(grad + row * pitch + at, p.to(grad.dtype.element_ty), mask=at < all_columns)
+
+
+def cross_entropy_partials(
+    logits: Tensor, labels: Tensor, vocab_start: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row maximum, sum and target, float32 `[rows]`; logits `[rows, all]`, the first `columns`
+    count."""
+    rows = logits.shape[0]
+    maximum, total, target = (
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    _partials[(rows,)](
+        logits, labels, maximum, total, target, logits.stride(0), vocab_start, columns,
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return maximum, total, target
+
+
+def cross_entropy_grad(
+    logits: Tensor,
+    labels: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    dloss: Tensor,
+    grad: Tensor,
+    vocab_start: int,
+    columns: int,
+) -> None:
+    """Write (softmax - one-hot) * dloss into grad, which may be logits itself."""
+    rows, all_columns = logits.shape
+    _gradient[(rows, triton.cdiv(all_columns, 2048))](
+        logits, labels, maximum, total, dloss, grad, logits.stride(0), vocab_start, columns,
+        all_columns, BLOCK=2048,
+    )  # fmt: skip
