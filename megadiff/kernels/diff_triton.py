@@ -47,7 +47,7 @@ def tiles_for(d: int, d_v: int, own_keys: bool) -> Tiles:
         return Tiles(
             joint=False,
             forward=Tile(128, 64, 8, 3, 4),
-            dk=Tile(32, 128, 8, 2, 4),
+            dk=Tile(32, 128, 8, 2, 3),
             dv=Tile(64, 128, 8, 2, 4),
             dq=Tile(128, 32, 8, 2, 8),
         )
@@ -55,8 +55,8 @@ def tiles_for(d: int, d_v: int, own_keys: bool) -> Tiles:
         return Tiles(
             joint=True,
             forward=Tile(64, 64, 4, 2, 8),
-            dk=Tile(32, 64, 4, 2, 4),
-            dv=Tile(32, 64, 4, 2, 4) if own_keys else None,
+            dk=Tile(32, 64, 4, 2, 6),
+            dv=Tile(32, 64, 4, 2, 6) if own_keys else None,
             dq=Tile(64, 32, 4, 3, 8),
         )
     if d_v > 64:
