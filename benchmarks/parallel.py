@@ -119,7 +119,7 @@ def line(row: Row, result: dict[str, Any], baseline: dict[str, Any] | None, quic
 
 
 def flags_of(row: Row, args: argparse.Namespace) -> list[str]:
-    flags = [*row.flags.split(), "--train-iters", "1"]
+    flags = [*row.flags.split(), "--train-iters", "100000"]
     if args.quick:  # the split of the row, with the sizes of a toy
         return [*flags, *QUICK.split(), "--device", "cpu"]
     large = row in LARGE_ROWS
