@@ -1,0 +1,55 @@
+"""The configuration of a run: dataclasses, read from YAML and flags, validated once.
+
+Every field is a flag, under Megatron-LM's name where it has one (`num_layers` is `--num-layers`),
+and a key of its section in a YAML file; a flag wins over the file. Nothing here imports torch.
+"""
+
+from megadiff.config.options import (
+    DELTA_MIXERS,
+    MIXER_SYMBOLS,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TokenMixer,
+    TrainingConfig,
+    sections,
+)
+from megadiff.config.reading import (
+    load_config,
+    read_config_file,
+    read_yaml,
+    to_dict,
+    to_yaml,
+    update_config,
+)
+from megadiff.config.validation import data_parallel_size, stage_sizes, validate
+
+__all__ = [
+    "DELTA_MIXERS",
+    "MIXER_SYMBOLS",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TokenMixer",
+    "TrainingConfig",
+    "data_parallel_size",
+    "load_config",
+    "read_config_file",
+    "read_yaml",
+    "sections",
+    "stage_sizes",
+    "to_dict",
+    "to_yaml",
+    "update_config",
+    "validate",
+]
