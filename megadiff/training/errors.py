@@ -1,6 +1,7 @@
 """How a run ends when something is wrong: the reason first, and at once on every rank."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -32,16 +33,28 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
         code = 2
         _wait_for_first_rank()
         print(f"error: {error}", file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
         code = 1
         rank = os.environ.get("RANK")
         where = f"rank {rank}: " if rank is not None else ""
-        print(f"{where}{traceback.format_exc()}", file=sys.stderr, end="")
+        text = _lost_rank(error) or traceback.format_exc()
+        print(f"{where}{text}", file=sys.stderr, end="")
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
         announce_failure()
     os._exit(code)
+
+
+def _lost_rank(error: BaseException) -> str | None:
+    """One line where `error` only says that another rank is gone, which has told its own reason."""
+    text = str(error)
+    if not re.search(r"Connection (closed|reset) by peer|Broken pipe", text):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "megadiff" in f.filename]
+    place = f" in {ours[-1].name}, {ours[-1].filename}:{ours[-1].lineno}" if ours else ""
+    return f"another rank has ended while this one waited for it{place}\n"
 
 
 def _wait_for_first_rank() -> None:

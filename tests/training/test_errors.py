@@ -54,3 +54,13 @@ def test_a_run_that_returns_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end(monkeypatch, SystemExit(0)) == 0
+
+
+def test_a_rank_that_lost_another_leaves_the_reason_to_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1234")
+    assert end(monkeypatch, lost) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("rank 1: another rank has ended") and "Traceback" not in text
