@@ -119,8 +119,8 @@ def read_manifest(path: Path) -> dict[str, dict]:
 def damage(path: Path, checksums: bool = True, part: int = 0, parts: int = 1) -> list[str]:
     """What is wrong with the checkpoint at `path`, an empty list when it is whole.
 
-    Sizes of all files, and with `checksums` their contents; of `parts` processes that check
-    together, number `part` reads its share of the contents.
+    Sizes of files, and with `checksums` their contents; of `parts` processes that check together,
+    number `part` looks at its share of the files.
     """
     if not path.is_dir():
         return ["there is no such checkpoint"]
@@ -129,21 +129,21 @@ def damage(path: Path, checksums: bool = True, part: int = 0, parts: int = 1) ->
     except ValueError as error:
         return [str(error)]
 
-    def problem(number: int, name: str) -> str | None:
+    def problem(name: str) -> str | None:
         entry = files[name]
         try:
             size = (path / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{name} has {size} bytes instead of {entry['bytes']}"
-            if checksums and number % parts == part and file_entry(path / name) != entry:
+            if checksums and file_entry(path / name) != entry:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} is not readable ({describe(error)})"
         return None
 
-    found = in_threads(problem, range(len(files)), sorted(files))
+    found = in_threads(problem, sorted(files)[part::parts])
     problems = [text for text in found if text is not None]
-    if not problems:
+    if not problems and part == 0:
         try:
             read_index(path)
         except (OSError, ValueError) as error:

@@ -252,9 +252,11 @@ class CheckpointManager:
     def _publish(self, root: Path, step: int) -> None:
         layout.publish(root, step)
         layout.write_tracker(root, step)
+        last, every = (1, None) if root == self.second else (self._keep_last, self._keep_every)
+        if last is None:
+            return
         paths = {s: layout.checkpoint_path(root, s) for s in layout.list_steps(root)}
         whole = [s for s, path in paths.items() if not layout.damage(path, checksums=False)]
-        last, every = (1, None) if root == self.second else (self._keep_last, self._keep_every)
         for old in layout.expired(whole, last, every):
             if old not in (step, self._proven):
                 layout.remove(paths[old])

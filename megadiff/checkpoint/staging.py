@@ -43,7 +43,7 @@ class HostBuffers:
         self.reserve(tensors)
         begin = 0
         copies: Tensors = {}
-        on_gpu = False
+        devices: set[torch.device] = set()
         for name, tensor in tensors.items():
             copied = copies[name] = ShardedTensor(tensor.shape, tensor.dtype)
             for piece in _written(tensor):
@@ -52,10 +52,11 @@ class HostBuffers:
                 data = memory.view(tensor.dtype).view(piece.sizes)
                 data.copy_(piece.data.detach(), non_blocking=self._locked)
                 copied.pieces.append(Piece(piece.offset, data))
-                on_gpu = on_gpu or piece.data.is_cuda
+                devices.add(piece.data.device)
                 begin += _padded(size)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         return copies
 
     def free(self) -> None:

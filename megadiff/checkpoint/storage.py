@@ -169,9 +169,18 @@ class CheckpointReader:
 
 
 def read_metadata(directory: str | Path) -> dict[str, dict]:
-    """The metadata that was saved with a checkpoint: its JSON files by name."""
+    """The metadata that was saved with a checkpoint: its JSON files by name.
+
+    Raises CheckpointError when one of them cannot be read.
+    """
     paths = [p for p in sorted(Path(directory).glob("*.json")) if p.name != MANIFEST]
-    return {path.stem: json.loads(path.read_text()) for path in paths}
+    metadata = {}
+    for path in paths:
+        try:
+            metadata[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {describe(error)}") from None
+    return metadata
 
 
 def _mismatches(
