@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megadiff.data.errors import DataError
 
 EOD_NAMES = (
@@ -57,7 +59,7 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
         """Ids of each text; faster than one by one where the library can."""
         return [self.encode(text) for text in texts]
 
@@ -84,7 +86,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
         return self._model.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -119,7 +121,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -173,7 +175,7 @@ class TikTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._model.encode_ordinary(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
         return [self._model.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -231,6 +233,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
