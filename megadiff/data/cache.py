@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megadiff.data.errors import DataError
+
 HEARTBEAT = 5.0  # seconds between signs of life of the process that builds
 STALE = 60.0  # seconds without one after which its lock counts as left behind
 
@@ -38,12 +40,25 @@ def load_or_make(
     """The arrays that `make` returns; with a `folder`, from its entry for `key` once it is there.
 
     `key["kind"]` begins the entry's name, the rest of it and every other value go into its hash.
+    Raises DataError when `folder` cannot be used.
     """
     if folder is None:
         return make()
+    try:
+        return _load_or_make(Path(folder), key, make)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep sample indices in {folder} ({error.strerror}: {error.filename}); give "
+            "another --data-cache-path"
+        ) from error
+
+
+def _load_or_make(
+    folder: Path, key: dict, make: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
     text = json.dumps(key, sort_keys=True, indent=1)
     name = f"{key['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    entry = Path(folder) / name
+    entry = folder / name
     entry.parent.mkdir(parents=True, exist_ok=True)
     waiting_since = time.monotonic()
     while not entry.is_dir():

@@ -10,6 +10,7 @@ import pytest
 
 from megadiff.data import cache
 from megadiff.data.build import build_train_valid_test_datasets
+from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import IndexedDatasetBuilder
 
 KEY = {"kind": "Thing", "number": 3}
@@ -141,3 +142,9 @@ def test_new_data_under_an_old_name_is_new(tmp_path: Path) -> None:
     write(tmp_path / "copy", 20)  # the same content elsewhere: the same entry
     assert build(tmp_path / "copy", folder) == 19
     assert len(entries(folder)) == 2
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot keep sample indices in .*--data-cache-path"):
+        cache.load_or_make(str(tmp_path / "file"), {"kind": "x"}, lambda: {"a": np.arange(3)})
