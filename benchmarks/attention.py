@@ -11,7 +11,7 @@ into --out."""
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -189,31 +189,22 @@ def measure(function: Callable[..., Tensor], tensors: list[Tensor], repeat: int)
     }
 
 
-def run(lengths: list[int], epilogues: list[bool], repeat: int) -> list[Row]:
-    rows = []
-    for epilogue in epilogues:
-        for version, d, pairs, groups in SHAPES:
-            for length in lengths:
-                tensors = inputs(version, d, pairs, groups, length)
-                unit = d * tensors[0].shape[0] * pairs * length**2 / 2 / 1e9
-                for name, function in operators(version, d, length, epilogue).items():
-                    shape = (version, d, pairs, groups, length, epilogue, name)
-                    try:
-                        times = measure(function, tensors, repeat)
-                    except Exception as problem:  # a peer that cannot do this shape is a result
-                        rows.append(Row(*shape, error=f"{type(problem).__name__}: {problem}"[:200]))
-                        continue
-                    ahead, back = WORK["standard" if function is standard else version]
-                    work = {"forward": ahead, "backward": back, "both": ahead + back}
-                    rates = {f"{k}_tflops": work[k] * unit / ms for k, ms in times.items()}
-                    rows.append(Row(*shape, **times, **rates))
-                    row = rows[-1]
-                    print(
-                        f"{version} d{d} N{length} {'norm ' if epilogue else ''}{name}: "
-                        f"{row.forward:.3f} {row.backward:.3f} {row.both:.3f} ms",
-                        flush=True,
-                    )
-    return rows
+def rows_of(
+    version: str, d: int, pairs: int, groups: int, length: int, epilogue: bool, repeat: int
+) -> Iterator[Row]:
+    tensors = inputs(version, d, pairs, groups, length)
+    unit = d * tensors[0].shape[0] * pairs * length**2 / 2 / 1e9
+    for name, function in operators(version, d, length, epilogue).items():
+        shape = (version, d, pairs, groups, length, epilogue, name)
+        try:
+            times = measure(function, tensors, repeat)
+        except Exception as problem:  # a peer that cannot do this shape is a result
+            yield Row(*shape, error=f"{type(problem).__name__}: {problem}"[:200])
+            continue
+        ahead, back = WORK["standard" if function is standard else version]
+        work = {"forward": ahead, "backward": back, "both": ahead + back}
+        rates = {f"{k}_tflops": work[k] * unit / ms for k, ms in times.items()}
+        yield Row(*shape, **times, **rates)
 
 
 def best_peer(rows: list[Row], row: Row) -> float | None:
@@ -276,19 +267,30 @@ def main() -> None:
     parser.add_argument("--epilogue", action="store_true", help="also with norm and factor")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = run(args.lengths, [False, True] if args.epilogue else [False], args.repeat)
     about = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "tokens": TOKENS,
     }
-    report = {"about": about, "rows": [asdict(row) for row in rows]}
-    (args.out / "attention.json").write_text(json.dumps(report, indent=1))
-    parts = [table(rows, False)] + ([table(rows, True)] if args.epilogue else [])
-    (args.out / "attention.md").write_text("\n\n".join(parts) + "\n")
+    rows: list[Row] = []
+    cases = [
+        (*shape, length, epilogue)
+        for epilogue in ([False, True] if args.epilogue else [False])
+        for shape in SHAPES
+        for length in args.lengths
+    ]
+    for case in cases:
+        for row in rows_of(*case, args.repeat):
+            rows.append(row)
+            print(json.dumps(asdict(row)), flush=True)
+        # written after every case: an interrupted run keeps what it measured
+        report = {"about": about, "rows": [asdict(row) for row in rows]}
+        (args.out / "attention.json").write_text(json.dumps(report, indent=1))
+    text = "\n\n".join(table(rows, x) for x in sorted({row.epilogue for row in rows}))
+    (args.out / "attention.md").write_text(text + "\n")
     chart(rows, args.out / "attention.png")
-    print("\n\n".join(parts))
+    print(text)
 
 
 if __name__ == "__main__":

@@ -58,12 +58,19 @@ def _say_once(operator: str, backend: str, reason: str) -> None:
 
 
 def _choose(
-    backend: str, geometry: Geometry, needs_grad: bool, no_triton: str | None, no_sdpa: str | None
+    backend: str,
+    device: str,
+    geometry: Geometry,
+    needs_grad: bool,
+    no_triton: str | None,
+    no_sdpa: str | None,
 ) -> str:
     """The backend that runs; a named one that cannot serve the call is refused with the reason."""
     if backend == "auto":
         chosen, reason = "triton", ""
-        if no_triton is not None:
+        if device == "cpu":  # also where Triton's interpreter could run
+            chosen, reason = "sdpa", "the tensors are on the CPU"
+        elif no_triton is not None:
             chosen, reason = "sdpa", f"triton is not possible, {no_triton}"
         elif not needs_grad and no_sdpa is None and (geometry.max_seqlen_q or 0) <= 16:
             chosen, reason = "sdpa", "with few queries torch's kernels divide the keys"
@@ -224,6 +231,7 @@ def diff_attention(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chosen = _choose(
         backend,
+        q.device.type,
         geometry,
         needs_grad,
         _why_not_triton(q, k, v, scale),
