@@ -186,7 +186,11 @@ class LlamaDiffAttention(nn.Module):
             q = q.unflatten(1, (self.groups, -1, 2)).transpose(2, 3).flatten(1, 3)
             v = v.repeat_interleave(2, dim=1)
         name = self.config._attn_implementation or "eager"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        attend = eager_attention_forward
+        if hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        elif name != "eager":  # transformers 5.0
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         outputs, weights = [], None
         for part in v.split(d, dim=-1):  # kernels want values as wide as keys
             output, weights = attend(
