@@ -60,6 +60,19 @@ def test_every_split_and_micro_batch_trains_alike(
     assert norms[0] == pytest.approx(norms[1], rel=1e-9)
 
 
+@pytest.mark.parametrize("mixer", [["diff_v2"], ["diff_v1", "--diff-lambda-per-head"]])
+def test_lambda_is_the_mean_over_the_heads_of_all_ranks(
+    mixer: list[str], data: str, tmp_path: Path
+) -> None:
+    argv = flags(data, "--fp64", "--train-iters", "2", "--eval-iters", "0", "--token-mixer", *mixer)
+    train([*argv, "--log-dir", str(tmp_path / "one")])
+    split = ["--tensor-model-parallel-size", "2", "--log-dir", str(tmp_path / "two")]
+    run_distributed(2, train, [*argv, *split])
+    one, two = (read(tmp_path / name)[-1]["lambda"] for name in ("one", "two"))
+    assert list(one) == ["0", "1"]
+    assert two == pytest.approx(one, rel=1e-9)
+
+
 def test_two_runs_are_equal_bit_for_bit(data: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         run_distributed(2, train, flags(data, "--log-dir", str(tmp_path / name)))
