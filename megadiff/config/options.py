@@ -385,6 +385,9 @@ class CheckpointConfig:
     load: str | None = _option(None, "folder to resume from")
     ckpt_step: int | None = _option(None, "step to load; the newest by default")
     finetune: bool = _option(False, "load weights only and start at step 0")
+    load_optim: bool = _option(
+        True, "resume the optimizer's state too; without it, another optimizer can go on"
+    )
     allow_data_change: bool = _option(
         False, "resume although the data, or the order of samples, are not the checkpoint's"
     )

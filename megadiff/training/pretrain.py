@@ -153,7 +153,7 @@ def resume(
         )
     except ValueError as error:
         raise CheckpointError(f"{saved.path}: {error}") from None
-    checkpointing.restore(saved, engine, env, weights_only=False)
+    checkpointing.restore(saved, engine, env, weights_only=not config.checkpoint.load_optim)
     progress = saved.progress
     log.line(f" resumed from {saved.path} at iteration {progress.iteration}")
     for change in checkpointing.configuration_changes(saved.metadata["config"], config):

@@ -123,6 +123,17 @@ def test_weights_alone_start_a_run_of_its_own(data: str, tmp_path: Path) -> None
     assert second[1] < first[1]
 
 
+def test_another_optimizer_goes_on_from_the_weights(data: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    train(flags(data, "--save", saved, "--exit-interval", "4", "--log-dir", str(tmp_path / "1")))
+    muon = flags(data, "--load", saved, "--optimizer", "muon", "--log-dir", str(tmp_path / "2"))
+    with pytest.raises(CheckpointError, match="momentum_buffer"):
+        train(muon)
+    train([*muon, "--no-load-optim"])
+    first, second = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert min(second) == 5 and second[5] < first[1]
+
+
 def test_losses_do_not_hang_on_how_many_tokens_each_rank_has(data: str, tmp_path: Path) -> None:
     """The mean is over the tokens of the global batch: a mean of ranks' means is another number."""
     logs = [tmp_path / "one", tmp_path / "two"]
