@@ -225,3 +225,15 @@ class TestRefusals:
         (tmp_path / "file").write_text("")
         argv = flags(data, "--save", str(tmp_path / "file"))
         self.refused(CheckpointError, "cannot save checkpoints in", argv)
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_resumes_bit_for_bit(data: str, tmp_path: Path) -> None:
+    more = ["--device", "cuda", "--hidden-size", "128", "--bf16", "--deterministic-mode"]
+    argv = flags(data, *more)
+    train([*argv, "--log-dir", str(tmp_path / "whole")])
+    parts = [*argv, "--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "parts")]
+    assert train([*parts, "--exit-interval", "4"]) == "exit interval"
+    train([*parts, "--load", str(tmp_path / "saved")])
+    for kind in ("train", "validation"):
+        assert losses(tmp_path / "parts", kind) == losses(tmp_path / "whole", kind)
