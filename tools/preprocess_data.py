@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.errors import DataError
+from megadiff.data.inputs import list_inputs
 from megadiff.data.preprocess import PreprocessSettings, TokenizerSettings, Totals, preprocess
 from megadiff.data.progress import clock
 from megadiff.data.tokenizers import TYPES
@@ -82,7 +83,8 @@ def settings_of(arguments: argparse.Namespace) -> PreprocessSettings:
     if arguments.partitions is not None:
         if arguments.partitions < 1:
             raise DataError(f"--partitions {arguments.partitions}: at least 1")
-        size = sum(Path(p).stat().st_size for p in arguments.input if Path(p).is_file())
+        files = [path for path in list_inputs(arguments.input) if path != "-"]
+        size = sum(Path(path).stat().st_size for path in files)
         partition_bytes = max(1, size // arguments.partitions)
     return PreprocessSettings(
         inputs=arguments.input,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,9 @@ def _load_or_make(
     entry = folder / name
     entry.parent.mkdir(parents=True, exist_ok=True)
     waiting_since = time.monotonic()
+    watch = _Watch()
     while not entry.is_dir():
-        with _lock(entry.with_name(name + ".lock")) as locked:
+        with _lock(entry.with_name(name + ".lock"), watch) as locked:
             if locked and not entry.is_dir():
                 _store(entry, text, make())
         if not locked:
@@ -97,12 +99,12 @@ def _store(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[bool]:
+def _lock(path: Path, watch: "_Watch") -> Iterator[bool]:
     """Whether this process holds the lock file; it touches the file for as long as it does."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
-        _remove_if_stale(path)
+        watch.look(path)
         yield False
         return
     done = threading.Event()
@@ -122,20 +124,22 @@ def _lock(path: Path) -> Iterator[bool]:
         path.unlink(missing_ok=True)
 
 
-_seen: dict[Path, tuple[float, float]] = {}  # time stamp of a lock, and when it was first seen
+@dataclass
+class _Watch:
+    """Removes a lock whose time stamp stood still for long; clocks of hosts are not compared."""
 
+    stamp: float | None = None
+    since: float = 0.0
 
-def _remove_if_stale(path: Path) -> None:
-    """Remove a lock whose time stamp stood still for long; clocks of hosts are not compared."""
-    try:
-        stamp = path.stat().st_mtime
-    except FileNotFoundError:
-        return
-    seen_stamp, since = _seen.get(path, (None, 0.0))
-    now = time.monotonic()
-    if stamp != seen_stamp:
-        _seen[path] = (stamp, now)
-    elif now - since > STALE:
-        print(f"removing {path}: its process gave no sign of life", file=sys.stderr, flush=True)
-        path.unlink(missing_ok=True)
-        _seen.pop(path, None)
+    def look(self, path: Path) -> None:
+        try:
+            stamp = path.stat().st_mtime
+        except FileNotFoundError:
+            return
+        now = time.monotonic()
+        if stamp != self.stamp:
+            self.stamp, self.since = stamp, now
+        elif now - self.since > STALE:
+            print(f"removing {path}: its process gave no sign of life", file=sys.stderr, flush=True)
+            path.unlink(missing_ok=True)
+            self.stamp = None

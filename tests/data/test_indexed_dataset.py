@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 
 from megadiff.data.errors import DataError
+from megadiff.data.gpt_dataset import GPTDataset, build_order
 from megadiff.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     best_dtype,
     convert,
+    publish,
 )
 
 DOCUMENTS = [[1, 2, 3, 99], [4, 5, 99], [], [6, 7, 8, 9, 10, 99], [11, 99]]
@@ -112,3 +114,21 @@ def test_damage_is_named(tmp_path: Path) -> None:
     idx_file.write_bytes(b"hello")
     with pytest.raises(DataError, match=r"not a \.idx file"):
         IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_more_tokens_than_32_bits_count(tmp_path: Path, mmap: bool) -> None:
+    lengths = np.array([2**30, 2**30, 2**30, 3], dtype=np.int32)
+    part = tmp_path / "large.part"
+    with part.open("wb") as file:  # sparse: 6 GB of zeros that take no room
+        file.seek(3 * 2**31)
+        file.write(np.array([7, 8, 9], dtype=np.uint16).tobytes())
+    documents = np.array([0, 2, 4])
+    publish(str(tmp_path / "large"), part, np.dtype(np.uint16), lengths, documents)
+    dataset = IndexedDataset(str(tmp_path / "large"), mmap=mmap)
+    assert dataset.pointers.tolist() == [0, 2**31, 2**32, 3 * 2**31]
+    assert dataset[3].tolist() == [7, 8, 9]
+    order = build_order(dataset.lengths, (0, 4), None, 2**20, seed=1)
+    sample = GPTDataset(dataset, order, 2**20)[0]
+    assert len(sample.tokens) == 2**20 + 1
+    assert len(order.shuffle_index) == (3 * 2**30 + 2) // 2**20
