@@ -24,7 +24,7 @@ from megadiff.checkpoint.state import Tensors
 from megadiff.checkpoint.storage import save
 
 logger = logging.getLogger(__name__)
-_PATIENCE = timedelta(hours=4)  # of a rank that waits for a slower one's writing
+_PATIENCE = timedelta(hours=1)  # of a rank that waits for a slower one's writing
 
 
 def find_checkpoint(
@@ -148,6 +148,7 @@ class CheckpointManager:
         self._buffers = HostBuffers() if background else None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._report: str | None = None
         for place in (self.root, self.second):
             if place is not None:
                 what = f"cannot save checkpoints in {place}"
@@ -172,7 +173,7 @@ class CheckpointManager:
         on any; earlier checkpoints remain.
         """
         start = time.perf_counter()
-        self.wait()
+        self._join()
         root, buffers = self.second if second else self.root, self._buffers
         assert root is not None, "there is no second place"
         if buffers is None:
@@ -188,13 +189,22 @@ class CheckpointManager:
             self._thread.start()
         return time.perf_counter() - start
 
-    def check(self) -> None:
-        """Raise the error of a background save that has failed since the last call; never waits."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
+    def check(self) -> str | None:
+        """`wait`, but only when the last save is over."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        return self.wait()
 
-    def wait(self) -> None:
-        """Until the last save is on disk. Raises its CheckpointError."""
+    def wait(self) -> str | None:
+        """Until the last save is on disk; a line about it, once and on rank 0 alone.
+
+        Raises its CheckpointError.
+        """
+        self._join()
+        report, self._report = self._report, None
+        return report
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -246,8 +256,10 @@ class CheckpointManager:
             path = layout.checkpoint_path(root, step)
             size = sum(entry["bytes"] for entry in layout.read_manifest(path).values())
             seconds = time.perf_counter() - start
-            speed = size / seconds / 1e9
-            logger.info("wrote %s: %.3g GB in %.2f s, %.2f GB/s", path, size / 1e9, seconds, speed)
+            self._report = (
+                f"wrote {path}: {size / 1e9:.3g} GB in {seconds:.1f} s, "
+                f"{size / seconds / 1e9:.2f} GB/s"
+            )
 
     def _publish(self, root: Path, step: int) -> None:
         layout.publish(root, step)

@@ -79,8 +79,9 @@ def pretrain(config: Config) -> str:
                 )
 
         def check_save() -> None:
-            if manager is not None:
-                manager.check()
+            report = manager.check() if manager is not None else None
+            if report is not None:
+                log.line(f" {report}")
 
         if manager is not None:
             manager.reserve(checkpointing.state_tensors(engine, env))
@@ -88,8 +89,9 @@ def pretrain(config: Config) -> str:
         requests = stack.enter_context(StopRequests.install(t))
         run = Run(config, env, engine, size, data, schedule, log, requests, save, check_save)
         reason = train(run, progress)
-        if manager is not None:
-            manager.wait()
+        report = manager.wait() if manager is not None else None
+        if report is not None:
+            log.line(f" {report}")
         log.line(f" ended at iteration {progress.iteration}: {reason}")
     return reason
 

@@ -237,11 +237,13 @@ def test_training_does_not_wait_for_a_background_save(tmp_path, monkeypatch):
     monkeypatch.setattr(manager_module, "save", lambda *a: (release.wait(60), save(*a)))
     with CheckpointManager(tmp_path, background=True) as manager:
         assert manager.save(1, tensors(1), {}) < 30
-        manager.check()
+        assert manager.check() is None
         assert find_checkpoint(tmp_path) is None
         release.set()
         manager.save(2, tensors(2), {})  # waits for the first
         assert read_tracker(tmp_path) == 1
+        assert str(manager.wait()).startswith(f"wrote {checkpoint_path(tmp_path, 2)}: ")
+        assert manager.check() is None
     assert read_tracker(tmp_path) == 2
 
 
