@@ -40,9 +40,10 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
+        unit, name = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
         parts = ("weights", "gradients", "optimizer", "activations")
-        told = " + ".join(f"{part} {getattr(self, part) / 1e9:.2f}" for part in parts)
-        return f"{self.total / 1e9:.2f} GB ({told})"
+        told = " + ".join(f"{part} {getattr(self, part) / unit:.2f}" for part in parts)
+        return f"{self.total / unit:.2f} {name} ({told})"
 
 
 def estimate_memory(config: Config, world_size: int) -> list[Memory]:

@@ -31,6 +31,14 @@ FURTHER = [
     Cell("GD21", "layer", data=2, context=2, sharded=True, micro_batches=1),
 ]
 
+EIGHT = [  # processes
+    Cell("diff_v1", tensor=2, sequence=True, pipeline="2", context=2, packed=True),
+    Cell("diff_v2", "layer", tensor=2, pipeline="2x2", data=2, sharded=True, recompute="uniform1"),
+    Cell("standard", groups=2, tensor=4, sequence=True, context=2, packed=True, tied=False),
+    Cell("diff_v2", groups=1, pipeline="4", context=2, sharded=True, recompute="selective"),
+    Cell("2DG1", tensor=2, pipeline="4x2", micro_batches=4, packed=True, layers=8),
+]
+
 
 @cache
 def single_process(model: Cell) -> Outcome:
@@ -52,6 +60,16 @@ def test_every_possible_pair_is_in_some_cell(capsys):
 
 @pytest.mark.parametrize("cell", [*matrix(), *FURTHER], ids=str)
 def test_split_equals_one_process(cell):
+    check(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", EIGHT, ids=str)
+def test_split_over_eight_processes_equals_one(cell):
+    check(cell)
+
+
+def check(cell: Cell) -> None:
     whole = outcome_of_one_process(cell)
     for rank, outcome in enumerate(run_distributed(cell.world, run_cell, cell)):
         worst = max(differences(outcome, whole).items(), key=lambda item: item[1])
