@@ -46,7 +46,8 @@ def train(run: Run, progress: Progress) -> str:
     """
     t, logging = run.config.training, run.config.logging
     assert t.train_iters is not None
-    interval, clock, saved_at = metrics.Interval(), metrics.Clock(), progress.iteration
+    interval, clock = metrics.Interval(), metrics.Clock()
+    saved_at = progress.iteration
     reason = "finished"
     while progress.iteration < t.train_iters:
         size = t.batch_size(progress.consumed_samples)
@@ -65,23 +66,9 @@ def train(run: Run, progress: Progress) -> str:
         if progress.iteration % logging.log_interval == 0:
             _log_interval(run, progress, interval, clock)
             interval = metrics.Interval()
-        clock.stop()
-        check_every = t.check_weight_hash_across_dp_replicas_interval
-        if check_every and progress.iteration % check_every == 0:
-            run.engine.optimizer.wait_for_parameters()
-            model = run.engine.model
-            check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
-        if t.eval_interval and progress.iteration % t.eval_interval == 0 and not last:
-            evaluate(run, progress, "validation")
-        run.check_save()
-        every = run.config.checkpoint.save_interval
-        between = run.config.checkpoint.non_persistent_save_interval
-        if every is not None and progress.iteration % every == 0:
-            run.save(progress, False)
-            saved_at = progress.iteration
-        elif between is not None and progress.iteration % between == 0:
-            run.save(progress, True)
-        clock.start()
+        with clock.paused():
+            if between_steps(run, progress, last):
+                saved_at = progress.iteration
         if t.exit_interval and progress.iteration % t.exit_interval == 0 and not last:
             reason = "exit interval"
             break
@@ -93,6 +80,28 @@ def train(run: Run, progress: Progress) -> str:
         evaluate(run, progress, "validation")
         evaluate(run, progress, "test")
     return reason
+
+
+def between_steps(run: Run, progress: Progress, last: bool) -> bool:
+    """Checks, evaluation and saves that are due after a step; whether it was saved."""
+    t, c, step = run.config.training, run.config.checkpoint, progress.iteration
+
+    def due(interval: int | None) -> bool:
+        return bool(interval) and step % (interval or 1) == 0
+
+    if due(t.check_weight_hash_across_dp_replicas_interval):
+        run.engine.optimizer.wait_for_parameters()
+        model = run.engine.model
+        check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
+    if due(t.eval_interval) and not last:
+        evaluate(run, progress, "validation")
+    run.check_save()
+    if due(c.save_interval):
+        run.save(progress, False)
+        return True
+    if due(c.non_persistent_save_interval):
+        run.save(progress, True)
+    return False
 
 
 def unmasked(batches: list[MicroBatch]) -> int:

@@ -3,6 +3,8 @@
 import math
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -128,21 +130,22 @@ def evaluation_line(name: str, loss: float, iteration: int) -> str:
 
 
 class Clock:
-    """Seconds of training alone: evaluations and saves in between are left out."""
+    """Seconds of training alone, as the host sees them."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._elapsed = 0.0
+        self._excluded = 0.0
 
-    def stop(self) -> None:
-        self._elapsed += time.perf_counter() - self._started
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in here is not training."""
+        start = time.perf_counter()
+        yield
+        self._excluded += time.perf_counter() - start
 
     def lap(self) -> float:
         """Seconds since the last lap."""
-        self.stop()
-        elapsed, self._elapsed = self._elapsed, 0.0
-        self.start()
+        now = time.perf_counter()
+        elapsed = now - self._started - self._excluded
+        self._started, self._excluded = now, 0.0
         return elapsed

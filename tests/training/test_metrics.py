@@ -2,13 +2,14 @@
 
 import math
 import re
+import time
 
 import pytest
 import torch
 
 from megadiff.optim.optimizer import StepResult
 from megadiff.parallel.mesh import ParallelMesh
-from megadiff.training.metrics import Interval, evaluation_line, train_line
+from megadiff.training.metrics import Clock, Interval, evaluation_line, train_line
 from megadiff.training.setup import Environment
 
 VALUES = {
@@ -88,3 +89,16 @@ def test_skipped_and_broken_steps_are_counted_apart() -> None:
     assert values["lm_loss"] == 2.5
     assert (values["skipped_iterations"], values["nan_iterations"]) == (2, 1)
     assert (values["grad_norm"], values["loss_scale"], values["learning_rate"]) == (0.5, 8.0, 0.1)
+
+
+def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    now[0] += 2
+    with clock.paused():
+        now[0] += 100
+    now[0] += 1
+    assert clock.lap() == 3
+    now[0] += 4
+    assert clock.lap() == 4
