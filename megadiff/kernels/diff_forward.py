@@ -201,7 +201,7 @@ def forward_in_turn(
     )  # fmt: skip
     tl.store(lse_at + tl.arange(0, BM), lse1, mask=inside)
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)
-    # addresses computed anew: kept over the loops they would take 64 registers
+    # addresses computed anew rather than held over the loops
     at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
     o2 = tl.load(second + at, mask=inside[:, None], other=0.0).to(tl.float32)
     _finish(

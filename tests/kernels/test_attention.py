@@ -99,7 +99,7 @@ def test_shapes_that_form_no_pairs_are_refused() -> None:
         diff_attention(q, k, v, lam, seqused_k=torch.ones(3))
 
 
-@pytest.mark.parametrize("name", ["v1_groups", "window", "packed_empty_and_padding"])
+@pytest.mark.parametrize("name", ["window", "packed_empty_and_padding"])
 def test_compiles_without_graph_breaks(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     inputs = case.inputs(torch.float64)
@@ -107,6 +107,7 @@ def test_compiles_without_graph_breaks(name: str) -> None:
     def run(*tensors: Tensor) -> Tensor:
         return diff_attention(*tensors, **case.call_options(), norm_eps=1e-5)
 
+    torch.compiler.reset()  # lengths stay constants, which is quicker to trace
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs)
     expected = run(*inputs)
     torch.testing.assert_close(compiled, expected)
