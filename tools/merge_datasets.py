@@ -62,7 +62,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         merged = merge(arguments.input, arguments.output_prefix, arguments.overwrite)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"merge_datasets: error: {error}", file=sys.stderr)
         return 1
     print(f"wrote {arguments.output_prefix}: {merged.document_count} documents")

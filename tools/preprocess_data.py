@@ -131,7 +131,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         settings = settings_of(arguments)
         totals = preprocess(settings)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"preprocess_data: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -73,7 +73,7 @@ def main(words: list[str] | None = None) -> int:
         else:
             parts = parts_by_tokens(dataset, arguments.shards)
         split_dataset(dataset, parts, arguments.output_prefix, arguments.overwrite)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"split_dataset: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -143,7 +143,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
         train(arguments)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"train_tokenizer: error: {error}", file=sys.stderr)
         return 1
     print(f"wrote {arguments.output_prefix}.model and .vocab")

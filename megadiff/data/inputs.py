@@ -7,6 +7,7 @@ lines and plain text (`.txt`).
 import bz2
 import glob
 import gzip
+import io
 import lzma
 import re
 import sys
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, cast
 
 from megadiff.data.errors import DataError
 
@@ -217,10 +218,10 @@ class _Stream:
 
 def _open(path: str) -> _Stream:
     if path == "-":
-        return _Stream(sys.stdin.buffer, None)
-    file = Path(path).open("rb")  # noqa: SIM115 (the stream closes it)
-    magic = file.read(6)
-    file.seek(0)
+        file = cast(io.BufferedReader, sys.stdin.buffer)
+    else:
+        file = Path(path).open("rb")  # noqa: SIM115 (the stream closes it)
+    magic = file.peek(6)[:6]
     if not magic and path.lower().endswith(COMPRESSED):
         raise DataError("a compressed file of 0 bytes: was it cut off?")
     if magic[:2] == b"\x1f\x8b":

@@ -1,8 +1,11 @@
 """preprocess_data.py as it is called: flags, report, exit codes, start-up."""
 
+import errno
+import gzip
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megadiff.data.indexed_dataset import IndexedDataset
+from megadiff.data.preprocess_output import Parts
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +46,17 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--overwrite" in capsys.readouterr().err
 
 
+def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", 40_000, "some words " * 4)
+    words = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*words, "--log-interval", "10000", *BYTES]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 4
+    pattern = r"processed \d+ documents \(\d+ docs/s, [\d.]+ MB/s, \d+ tokens/s\)"
+    pattern += r", [\d.]+ %, 0:\d\d:\d\d left"
+    assert all(re.fullmatch(pattern, line) for line in lines)
+
+
 def test_separator_of_plain_text_takes_escapes(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("one\n\n\ntwo – é\n\n\nthree")
@@ -52,9 +67,11 @@ def test_separator_of_plain_text_takes_escapes(tmp_path: Path) -> None:
     assert dataset.document_count == 3
 
 
-def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write_lines(tmp_path / "a.jsonl", 50).read_bytes()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_standard_input(compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = compress(write_lines(tmp_path / "a.jsonl", 50).read_bytes())
+    pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data)))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", pipe)
     words = ["--input", "-", "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main([*words, *BYTES]) == 0
     assert IndexedDataset(str(tmp_path / "out_text_document")).document_count == 50
@@ -79,6 +96,29 @@ def test_wrong_flags(
     assert message in capsys.readouterr().err
 
 
+def test_a_full_disk_is_an_error_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", 40_000)
+    words = ["--input", str(source), *BYTES, "--workers", "1", "--partitions", "9"]
+    append = Parts.append
+
+    def full(self: Parts, *what) -> None:
+        if self.sizes()[0] > 1_000_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, *what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Parts, "append", full)
+        assert main([*words, "--output-prefix", str(tmp_path / "out")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert main([*words, "--output-prefix", str(tmp_path / "out")]) == 0
+    assert "of an interrupted run" in capsys.readouterr().out
+    assert main([*words, "--output-prefix", str(tmp_path / "once")]) == 0
+    first, second = (tmp_path / f"{name}_text_document.bin" for name in ("out", "once"))
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_starts_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv = ['preprocess_data.py', '--help']\n"
@@ -91,7 +131,7 @@ def test_starts_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_and_leaves_no_worker(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", 30_000, "some words " * 20)
+    source = write_lines(tmp_path / "a.jsonl", 15_000, "some words " * 20)
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(source)]
     command += [*BYTES, "--workers", "2", "--partitions", "40", "--output-prefix"]
     journal = tmp_path / "out.journal"
@@ -115,7 +155,8 @@ def test_a_killed_run_goes_on_and_leaves_no_worker(tmp_path: Path) -> None:
         [*command, str(tmp_path / "out")], check=True, capture_output=True, text=True
     )
     assert "of an interrupted run" in again.stdout
-    assert main(["--input", str(source), *BYTES, "--output-prefix", str(tmp_path / "once")]) == 0
+    once = ["--workers", "1", "--output-prefix", str(tmp_path / "once")]
+    assert main(["--input", str(source), *BYTES, *once]) == 0
     for suffix in (".bin", ".idx"):
         first, second = (tmp_path / f"{name}_text_document{suffix}" for name in ("out", "once"))
         assert first.read_bytes() == second.read_bytes()
