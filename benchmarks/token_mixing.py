@@ -47,7 +47,7 @@ def operators(
     g = F.logsigmoid(normal(*per_head, dtype=torch.float32) + 3)
 
     def torch_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Any:
-        return chunk_delta_rule(q, k, v, beta, None, width**-0.5, None, None)
+        return chunk_delta_rule(q, k, v, beta, None, width**-0.5, None, None, False)
 
     return {
         "delta_rule": (delta_rule, [unit_q, unit_k, v, beta]),

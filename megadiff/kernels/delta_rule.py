@@ -25,7 +25,8 @@ def delta_rule(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """The delta rule over every sequence (or document) and head, differentiable in all inputs.
 
     q, k `[batch, sequence, heads, key width]`; v `[batch, sequence, heads, value width]`;
@@ -36,21 +37,21 @@ def delta_rule(
     anew; documents may be empty. `initial_state`: `[batch or documents, heads, key width, value
     width]`, default zeros.
 
-    Returns the output, like v, and the final state, like `initial_state`; states are float32, or
-    float64 where an input is. A token with k = 0 and beta = 0 leaves the state as it was (but for
-    the decay).
+    Returns the output, like v, and the final state, like `initial_state`, or None if it is not
+    asked for; states are float32, or float64 where an input is. A token with k = 0 and beta = 0
+    leaves the state as it was (but for the decay).
 
     On a GPU fla-core's kernels run where they pass a self-test (`kernels.fla`), else
     `chunk_delta_rule` does; a line in the log says which and why.
     """
     _check(q, k, v, beta, g)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    variant = fla.Variant(packed=cu_seqlens is not None, state=initial_state is not None)
+    variant = fla.Variant(cu_seqlens is not None, initial_state is not None, output_final_state)
     fused = fla.delta_rule_kernel(
         q, k, v, gated=g is not None, variant=variant, reference=chunk_delta_rule
     )
     run = fused or chunk_delta_rule
-    return run(q, k, v, beta, g, factor, initial_state, cu_seqlens)
+    return run(q, k, v, beta, g, factor, initial_state, cu_seqlens, output_final_state)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> None:

@@ -30,24 +30,26 @@ def chunk_delta_rule(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in torch, on any device. Keeps only its inputs for the backward pass."""
     batch, length, heads, key_width = q.shape
     if cu_seqlens is None:
         lengths = torch.full((batch,), length)
     else:
         lengths = document_lengths(cu_seqlens, batch * length)
-    accumulate = _accumulation_dtype(q, k, v, beta, g)
     state_shape = (len(lengths), heads, key_width, v.shape[-1])
-    if initial_state is None:
-        initial_state = q.new_zeros(state_shape, dtype=accumulate)
-    elif initial_state.shape != state_shape:
+    if initial_state is not None and initial_state.shape != state_shape:
         raise ValueError(
             f"initial_state must be {state_shape}, not {tuple(initial_state.shape)}: one state per "
             "sequence, or per document of cu_seqlens"
         )
+    if initial_state is None and not output_final_state and lengths.any():
+        lengths = lengths[lengths > 0]  # no memory for the states of empty documents
     layout = _layout(lengths, q.device)
-    return _ChunkDeltaRule.apply(q, k, v, beta, g, initial_state, scale, accumulate, layout)  # type: ignore[return-value]
+    dtype = _accumulation_dtype(q, k, v, beta, g)
+    out, final = _ChunkDeltaRule.apply(q, k, v, beta, g, initial_state, scale, dtype, layout)  # type: ignore[misc]
+    return out, final if output_final_state else None
 
 
 def _accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -66,6 +68,21 @@ class _Layout:
     steps: tuple[slice, ...]  # the chunks of each step
     size: int  # tokens per chunk
     chunks: int
+
+    def start(
+        self, initial_state: Tensor | None, v: Tensor, k: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """The states before the first step, in this order; free to be written to."""
+        if initial_state is not None:
+            return initial_state.to(dtype)[self.order]
+        shape = (len(self.order), v.shape[2], k.shape[3], v.shape[3])
+        return v.new_zeros(shape, dtype=dtype)
+
+    def in_documents(self, state: Tensor) -> Tensor:
+        """States in the order of the documents."""
+        result = torch.empty_like(state)
+        result[self.order] = state
+        return result
 
     def chunked(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`[batch, sequence, heads, width]` to `[chunks, heads, size, width]`, zeros between."""
@@ -194,7 +211,7 @@ class _ChunkDeltaRule(torch.autograd.Function):
         v: Tensor,
         beta: Tensor,
         g: Tensor | None,
-        initial_state: Tensor,
+        initial_state: Tensor | None,
         scale: float,
         dtype: torch.dtype,
         layout: _Layout,
@@ -203,16 +220,14 @@ class _ChunkDeltaRule(torch.autograd.Function):
         ctx.scale, ctx.dtype, ctx.layout = scale, dtype, layout
         c = _chunks(q, k, v, beta, g, scale, dtype, layout)
         q_in, k_out = c.entering(c.q) * scale, c.leaving(c.k)
-        state = initial_state.to(dtype)[layout.order]
+        state = layout.start(initial_state, v, k, dtype)
         out = torch.empty_like(c.v)
         for n in layout.steps:
             s = state[: n.stop - n.start]
             new = c.u[n] - c.w[n] @ s
             out[n] = q_in[n] @ s + c.scores[n] @ new
             s.copy_(c.passing(s, n) + k_out[n].mT @ new)
-        final = torch.empty_like(state)
-        final[layout.order] = state
-        return layout.tokens(out, v), final
+        return layout.tokens(out, v), layout.in_documents(state)
 
     @staticmethod
     @once_differentiable
@@ -226,9 +241,9 @@ class _ChunkDeltaRule(torch.autograd.Function):
         d_out = layout.chunked(d_out, dtype)
 
         # Forward again, to have the state before each chunk.
-        before = c.w.new_empty(layout.chunks, *initial_state.shape[1:])
+        state = layout.start(initial_state, v, k, dtype)
+        before = state.new_empty(layout.chunks, *state.shape[1:])
         new = torch.empty_like(c.v)
-        state = initial_state.to(dtype)[layout.order]
         for n in layout.steps:
             s = state[: n.stop - n.start]
             before[n] = s
@@ -246,8 +261,6 @@ class _ChunkDeltaRule(torch.autograd.Function):
             if c.decay is not None:
                 d_whole[n] = (before[n] * ds).sum((-2, -1), keepdim=True)
             ds.copy_(c.passing(ds, n) + q_in[n].mT @ d_out[n] - c.w[n].mT @ d_new[n])
-        d_initial = torch.empty_like(d_state)
-        d_initial[layout.order] = d_state
 
         d_q_in = (d_out @ before.mT).mul_(scale)
         d_scores = (d_out @ new.mT).tril_()
@@ -276,7 +289,7 @@ class _ChunkDeltaRule(torch.autograd.Function):
             layout.tokens(c.beta * d_wv, v),
             layout.tokens(d_beta, beta[..., None]).squeeze(-1),
             d_g,
-            d_initial.to(initial_state.dtype),
+            None if initial_state is None else layout.in_documents(d_state).to(initial_state.dtype),
             None,
             None,
             None,

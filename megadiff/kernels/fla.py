@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
-Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Returns an output and a final state; all arguments are positional."""
+Kernel = Callable[..., tuple[torch.Tensor, Any]]
+"""Returns an output and a final state (None if not asked for); all arguments are positional."""
 
 MINIMUM_VERSION = (0, 6)  # earlier ones err on Hopper and overflow 32-bit offsets
 MAXIMUM_KEY_WIDTH = 256
@@ -35,17 +35,23 @@ class Variant:
 
     packed: bool  # documents
     state: bool  # an initial state is given
+    final: bool  # a final state is returned
 
     def __str__(self) -> str:
-        return (" of documents" if self.packed else "") + (" behind a state" if self.state else "")
+        words = {
+            " of documents": self.packed,
+            " behind states": self.state,
+            " to states": self.final,
+        }
+        return "".join(word for word, said in words.items() if said)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a kernel, by name and in order, and gradients of its two results."""
+    """Arguments of a kernel, by name and in order, and gradients of what it returns."""
 
     arguments: dict[str, Any]
-    gradients: tuple[torch.Tensor, torch.Tensor]
+    gradients: tuple[torch.Tensor, ...]
 
 
 def delta_rule_kernel(
@@ -57,8 +63,8 @@ def delta_rule_kernel(
     variant: Variant,
     reference: Kernel,
 ) -> Kernel | None:
-    """fla-core's chunked delta rule, `(q, k, v, beta, g, scale, initial_state, cu_seqlens)`, if it
-    is right for inputs like these; else None, and `reference` must run."""
+    """fla-core's chunked delta rule with the arguments of `chunk_delta_rule`, if it is right for
+    inputs like these; else None, and `reference` must run."""
     dtype = q.dtype if q.dtype == k.dtype == v.dtype else None
     shape = (q.shape[2], q.shape[3], v.shape[3])
     return _delta_rule_kernel(q.device, dtype, shape, gated, variant, _deterministic(), reference)
@@ -78,7 +84,8 @@ def _delta_rule_kernel(
     if not reason and shape[1] > MAXIMUM_KEY_WIDTH:
         reason = f"fla-core takes key widths up to {MAXIMUM_KEY_WIDTH}, not {shape[1]}"
     return choose(
-        f"{'gated ' if gated else ''}delta rule{variant}",
+        "gated delta rule" if gated else "delta rule",
+        variant,
         device,
         reason,
         load=lambda: _load_delta_rule(gated),
@@ -96,8 +103,8 @@ def short_convolution_kernel(
     variant: Variant,
     reference: Kernel,
 ) -> Kernel | None:
-    """fla-core's causal convolution, `(x, weight, bias, initial_state, silu, cu_seqlens)`, if it
-    is right for inputs like these; else None, and `reference` must run."""
+    """fla-core's causal convolution with the arguments of `torch_short_convolution`, if it is right
+    for inputs like these; else None, and `reference` must run."""
     dtypes, shape = (x.dtype, weight.dtype), (weight.shape[0], weight.shape[2])
     return _short_convolution_kernel(
         x.device, dtypes, shape, bias is not None, silu, variant, _deterministic(), reference
@@ -116,7 +123,8 @@ def _short_convolution_kernel(
     reference: Kernel,
 ) -> Kernel | None:
     return choose(
-        f"short convolution{variant}",
+        "short convolution",
+        variant,
         device,
         _obstacle(device, dtypes[0], deterministic),
         load=_load_short_convolution,
@@ -148,6 +156,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype | None, deterministic: bo
 
 def choose(
     name: str,
+    variant: Variant,
     device: torch.device,
     reason: str,
     load: Callable[[], Kernel],
@@ -156,6 +165,7 @@ def choose(
 ) -> Kernel | None:
     """The loaded kernel if `reason` not to use it is empty and it agrees with `reference`; logs."""
     if not reason:
+        name += str(variant)
         try:
             kernel = load()
             with torch.inference_mode(False), torch.enable_grad():
@@ -165,11 +175,17 @@ def choose(
         else:
             if not reason:
                 version = importlib.metadata.version("fla-core")
-                logger.info("%s: fla-core %s, tested on %s", name, version, device)
+                _say(logging.INFO, f"{name}: fla-core {version}, tested on {device}")
                 return kernel
     level = logging.WARNING if device.type == "cuda" else logging.INFO
-    logger.log(level, "%s: torch, because %s", name, reason)
+    _say(level, f"{name}: torch, because {reason}")
     return None
+
+
+@functools.cache
+def _say(level: int, text: str) -> None:
+    """Log `text` once."""
+    logger.log(level, text)
 
 
 def disagreement(kernel: Kernel, reference: Kernel, case: Case) -> str:
@@ -190,8 +206,9 @@ def _results(kernel: Kernel, case: Case) -> dict[str, torch.Tensor]:
         for name, value in case.arguments.items()
     }
     output, state = kernel(*arguments.values())
-    torch.autograd.backward((output, state), case.gradients)
-    results = {"the output": output.detach(), "the final state": state.detach()}
+    returned = {"the output": output} | ({} if state is None else {"the final state": state})
+    torch.autograd.backward(tuple(returned.values()), case.gradients)
+    results = {name: value.detach() for name, value in returned.items()}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and value.grad is not None:
             results[f"the gradient of {name}"] = value.grad
@@ -202,7 +219,7 @@ def _load_delta_rule(gated: bool) -> Kernel:
     module = importlib.import_module("fla.ops.gated_delta_rule" if gated else "fla.ops.delta_rule")
     kernel = module.chunk_gated_delta_rule if gated else module.chunk_delta_rule
 
-    def run(q, k, v, beta, g, scale, initial_state, cu_seqlens):  # type: ignore[no-untyped-def]
+    def run(q, k, v, beta, g, scale, initial_state, cu_seqlens, final):  # type: ignore[no-untyped-def]
         tensors = {"q": q, "k": k, "v": v, "beta": beta} | ({"g": g} if gated else {})
         tensors, varlen = _packed(tensors, cu_seqlens)
         # An integer scale of 1 would be compiled in, which some ptxas miscompile.
@@ -210,7 +227,7 @@ def _load_delta_rule(gated: bool) -> Kernel:
             **tensors,
             scale=float(scale),
             initial_state=initial_state,
-            output_final_state=True,
+            output_final_state=final,
             **varlen,
         )
         return output.view(v.shape), state
@@ -273,9 +290,10 @@ def delta_rule_case(
         "scale": key_width**-0.5,
         "initial_state": normal(*state).to(device) if variant.state else None,
         "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
+        "output_final_state": variant.final,
     }
-    d_output = normal(*rows, heads, value_width).to(device, dtype)
-    return Case(arguments, (d_output, normal(*state).to(device)))
+    d_output, d_state = normal(*rows, heads, value_width).to(device, dtype), normal(*state)
+    return Case(arguments, (d_output, d_state.to(device)) if variant.final else (d_output,))
 
 
 def short_convolution_case(

@@ -46,7 +46,7 @@ def short_convolution(
             f"initial_state must be {state_shape}, not {tuple(initial_state.shape)}: the last "
             "inputs of each sequence, or of each document of cu_seqlens"
         )
-    variant = fla.Variant(packed=cu_seqlens is not None, state=initial_state is not None)
+    variant = fla.Variant(cu_seqlens is not None, initial_state is not None, final=True)
     fused = fla.short_convolution_kernel(
         x, weight, bias, silu=silu, variant=variant, reference=torch_short_convolution
     )

@@ -108,6 +108,7 @@ class Heads:
             tokens.g,
             initial_state=state.memory,
             cu_seqlens=cu_seqlens,
+            output_final_state=cu_seqlens is None,  # nothing goes on behind packed documents
         )
         return o, State(inputs, memory)
 

@@ -212,6 +212,15 @@ def test_backward_keeps_the_inputs_only() -> None:
     assert sum(kept.values()) == sum(value.nbytes for value in x.values()) + state.nbytes
 
 
+def test_empty_documents_cost_nothing_where_no_state_is_asked_for() -> None:
+    inputs: dict[str, Any] = make_inputs(1, 40)
+    bounds = torch.tensor([0, 0, 25, *[40] * 1_000_000])  # states of 560 MB
+    out, state = delta_rule(**inputs, cu_seqlens=bounds, output_final_state=False)
+    expected, _ = delta_rule_reference(**inputs, cu_seqlens=torch.tensor([0, 25, 40]))
+    torch.testing.assert_close(out, expected, rtol=0, atol=EXACT)
+    assert state is None
+
+
 def test_bad_input_is_named() -> None:
     inputs: dict[str, Any] = make_inputs(2, 10)
     with pytest.raises(ValueError, match=r"beta and g .*got .*\(2, 9, 2\)"):
@@ -251,11 +260,10 @@ def _wrong_gradient(index: int) -> Any:
     return kernel
 
 
-def _documents_not_restarted(
-    q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, s: Any, cu: Any
-):  # type: ignore[no-untyped-def]
-    out, final = chunk_delta_rule(q, k, v, beta, g, scale, s[:1], None)
-    return out, final + s * 0
+def _documents_not_restarted(*args: Any) -> Any:
+    *inputs, scale, states, _, final = args
+    out, state = chunk_delta_rule(*inputs, scale, states[:1], None, final)
+    return out, state + states * 0
 
 
 def _not_a_number(*args: Any) -> Any:
@@ -267,7 +275,7 @@ def _refuses(*args: Any) -> Any:
     raise RuntimeError("Triton 3.6.0 on Hopper\nis not supported")
 
 
-VARIANTS = [fla.Variant(packed, state) for packed in (False, True) for state in (False, True)]
+VARIANTS = [fla.Variant(*flags) for flags in itertools.product((False, True), repeat=3)]
 CPU = torch.device("cpu")
 
 
@@ -275,16 +283,21 @@ def _case(gated: bool, variant: fla.Variant = VARIANTS[-1], device: torch.device
     return fla.delta_rule_case(device, torch.bfloat16, (2, 16, 16), gated, variant)
 
 
-def _recurrence(q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, state: Any, cu: Any) -> Any:
+def _recurrence(*args: Any) -> Any:
     """The right answer by another route, rounded to bfloat16 once."""
-    wide = [None if x is None else x.double() for x in (q, k, v, beta, g)]
+    *inputs, scale, state, cu_seqlens, output_final_state = args
+    q, k, v, beta, g, state = (None if x is None else x.double() for x in (*inputs, state))
     out, final = delta_rule_reference(
-        *wide,  # type: ignore[arg-type]
+        q,  # type: ignore[arg-type]
+        k,  # type: ignore[arg-type]
+        v,  # type: ignore[arg-type]
+        beta,  # type: ignore[arg-type]
+        g,
         scale=scale,
-        initial_state=None if state is None else state.double(),
-        cu_seqlens=cu,
+        initial_state=state,
+        cu_seqlens=cu_seqlens,
     )
-    return out.to(v.dtype), final.float()
+    return out.to(inputs[2].dtype), final.float() if output_final_state else None
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: str(v) or "plain")
@@ -322,9 +335,16 @@ def test_self_test_refuses_a_wrong_kernel(kernel: Any, complaint: str) -> None:
 def test_one_line_says_why_the_kernel_is_not_used(
     kernel: Any, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    fla._say.cache_clear()
     with caplog.at_level(logging.INFO, logger="megadiff"):
         chosen = fla.choose(
-            "delta rule", CPU, "", lambda: kernel, chunk_delta_rule, lambda: _case(False)
+            "delta rule",
+            VARIANTS[0],
+            CPU,
+            "",
+            lambda: kernel,
+            chunk_delta_rule,
+            lambda: _case(False),
         )
     assert chosen is None
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(line)
@@ -333,10 +353,11 @@ def test_one_line_says_why_the_kernel_is_not_used(
 
 def test_torch_runs_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     fla._delta_rule_kernel.cache_clear()
+    fla._say.cache_clear()
     inputs: Any = make_inputs(1, 4)
     with caplog.at_level(logging.INFO, logger="megadiff"):
         delta_rule(**inputs)
-        delta_rule(**inputs)
+        delta_rule(**inputs, output_final_state=False)
     assert caplog.messages == ["delta rule: torch, because the tensors are on cpu"]
 
 
@@ -346,11 +367,19 @@ def test_torch_runs_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture
 def test_on_a_gpu(gated: bool, variant: fla.Variant, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever runs there is right, and says what it is."""
     fla._delta_rule_kernel.cache_clear()
+    fla._say.cache_clear()
     with caplog.at_level(logging.INFO, logger="megadiff"):
         case = _case(gated, variant, torch.device("cuda"))
 
-        def run(q: Any, k: Any, v: Any, beta: Any, g: Any, scale: Any, state: Any, cu: Any) -> Any:
-            return delta_rule(q, k, v, beta, g, scale=scale, initial_state=state, cu_seqlens=cu)
+        def run(*args: Any) -> Any:
+            *inputs, scale, state, cu_seqlens, final = args
+            return delta_rule(
+                *inputs,
+                scale=scale,
+                initial_state=state,
+                cu_seqlens=cu_seqlens,
+                output_final_state=final,
+            )
 
         assert fla.disagreement(run, _recurrence, case) == ""
     print(*caplog.messages)

@@ -103,7 +103,7 @@ def _acausal(x: Any, weight: Any, *rest: Any) -> Any:
 @pytest.mark.parametrize("packed", [False, True])
 def test_self_test_tells_a_wrong_kernel(packed: bool) -> None:
     dtypes = (torch.bfloat16, torch.float32)
-    variant = fla.Variant(packed, state=packed)
+    variant = fla.Variant(packed, state=packed, final=True)
     case = fla.short_convolution_case(torch.device("cpu"), dtypes, (8, 4), True, True, variant)
     assert fla.disagreement(torch_short_convolution, torch_short_convolution, case) == ""
     assert "the output" in fla.disagreement(_acausal, torch_short_convolution, case)
@@ -114,7 +114,7 @@ def test_self_test_tells_a_wrong_kernel(packed: bool) -> None:
 def test_on_a_gpu(packed: bool) -> None:
     """Whatever runs there is right."""
     dtypes = (torch.bfloat16, torch.bfloat16)
-    variant = fla.Variant(packed, state=packed)
+    variant = fla.Variant(packed, state=packed, final=True)
     case = fla.short_convolution_case(torch.device("cuda"), dtypes, (64, 4), True, True, variant)
 
     def run(x: Any, weight: Any, bias: Any, state: Any, silu: Any, cu: Any) -> Any:
