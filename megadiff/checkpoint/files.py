@@ -89,6 +89,8 @@ def _check_index(index: Metadata) -> None:
                 if offset < 0 or size < 0 or offset + size > limit:
                     raise ValueError(f"{name} has a part outside of its shape")
             covered += math.prod(chunk.sizes)
+        if len({chunk.offsets for chunk in tensor.chunks}) < len(tensor.chunks):
+            raise ValueError(f"{name} has a part twice")
         if covered != math.prod(tensor.size):
             raise ValueError(f"{name} is not whole: {covered} of {math.prod(tensor.size)} elements")
 

@@ -211,7 +211,8 @@ def _balanced(items: list[WriteItem]) -> list[list[WriteItem]]:
     """`items` in lists of about the same number of bytes, one for each file to write."""
 
     def size(item: WriteItem) -> int:
-        return item.tensor_storage_size() or 0
+        data: Any = item.tensor_data
+        return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
     total = sum(map(size, items))
     files: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + total // _FILE_SIZE))]

@@ -145,6 +145,16 @@ def test_parts_that_do_not_make_the_tensor_are_refused(checkpoint, sizes):
     refused(checkpoint, "not the index of a checkpoint")
 
 
+def test_a_part_that_stands_for_another_is_refused(checkpoint):
+    def change(index):
+        tensor = index.state_dict_metadata["w"]
+        tensor.chunks[0].sizes = torch.Size((1, 3))
+        tensor.chunks.append(tensor.chunks[0])
+
+    edit_index(checkpoint, change)
+    refused(checkpoint, "w has a part twice")
+
+
 def test_a_shape_larger_than_its_values_is_refused(checkpoint):
     def change(index):
         index.state_dict_metadata["w"].size = torch.Size((1 << 40, 3))

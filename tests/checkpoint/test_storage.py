@@ -106,6 +106,18 @@ def test_a_process_writes_large_checkpoints_as_several_files(tmp_path, monkeypat
     check_loaded(tensors)
 
 
+def test_files_of_a_process_are_about_equally_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_parts, "_FILE_SIZE", 100)
+    rows = [600, 200, 200, 200, 100, 100, 100, 100]
+    pieces = [
+        Piece((first, 0), torch.ones(size, 64))
+        for first, size in zip(itertools.accumulate(rows, initial=0), rows, strict=False)
+    ]
+    save(tmp_path, {"w": ShardedTensor((sum(rows), 64), torch.float32, pieces)}, {})
+    sizes = sorted(path.stat().st_size // (64 * 4) for path in tmp_path.glob("*.distcp"))
+    assert [size // 100 * 100 for size in sizes] == [300, 300, 400, 600]
+
+
 def test_floating_types_are_converted_and_strided_pieces_filled(tmp_path):
     save(tmp_path, state(0, 1), {})
     transposed = torch.zeros(6, 13, dtype=torch.float64)
