@@ -79,6 +79,23 @@ def test_golden_values_of_flash_diff_attention(name: str, backend: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@both_backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_float_type(dtype: torch.dtype, backend: str) -> None:
+    case = next(case for case in CASES if case.name == "packed_empty_and_padding")
+    inputs = case.inputs(dtype)
+    out = diff_attention(*inputs, **case.call_options(), norm_eps=1e-5, backend=backend)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = diff_attention(*exact, **case.call_options(), norm_eps=1e-5, backend="reference")
+    assert out.dtype == dtype
+    # a dozen roundings of the type on the way to an output or a gradient
+    tolerance = 12 * torch.finfo(dtype).eps
+    for mine, theirs in zip(
+        [out, *gradients(out, inputs)], [expected, *gradients(expected, tuple(exact))], strict=True
+    ):
+        assert (mine.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
 def test_backends_are_named_and_refuse_with_the_reason() -> None:
     inputs = Case("refused").inputs(torch.float32)
     with pytest.raises(ValueError, match="'triton' cannot serve this call: it takes bfloat16"):

@@ -274,6 +274,18 @@ def test_recomputation_gives_the_same_gradients() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("tiles", SMALL_TILES)
+@pytest.mark.parametrize("eps", [None, 1e-5])
+def test_without_gradients_nothing_is_kept_and_the_output_is_the_same(
+    tiles: str, eps: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff_triton, "tiles_for", lambda *_: SMALL_TILES[tiles])
+    inputs = Case("inference", n_q=20, **WIDE).inputs(HALF, device=DEVICE)
+    trained = diff_attention(*inputs, norm_eps=eps, backend="triton")
+    with torch.no_grad():
+        assert torch.equal(diff_attention(*inputs, norm_eps=eps, backend="triton"), trained)
+
+
 def test_compiles_without_graph_breaks() -> None:
     inputs = Case("compiled", n_q=9, **WIDE).inputs(HALF, device=DEVICE)
 
