@@ -20,10 +20,11 @@ from megadiff.checkpoint.manager import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load, read_metadata
-from megadiff.config import Config, ConfigError, ParallelConfig, update_config
+from megadiff.config import Config, ConfigError, ParallelConfig
 from megadiff.data.tokenizers import Tokenizer, build_tokenizer
 from megadiff.models.decoder import Decoder
 from megadiff.models.generation import Sampling, generate
+from megadiff.training.checkpointing import saved_config
 from megadiff.training.errors import run
 from megadiff.training.setup import Environment, start, world_size
 
@@ -83,8 +84,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Config, Environment, Deco
     path = find_checkpoint(arguments.load, arguments.ckpt_step)
     if path is None:
         raise CheckpointError(f"--load {arguments.load}: there is no checkpoint")
-    config = Config()
-    update_config(config, read_metadata(path)["config"], source=str(path))
+    config = saved_config(path, read_metadata(path))
     config.parallel = ParallelConfig(tensor_model_parallel_size=world_size())
     config.training.device = arguments.device
     if arguments.dtype is not None:

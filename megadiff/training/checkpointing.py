@@ -17,7 +17,14 @@ from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint, find
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
 from megadiff.checkpoint.storage import load, read_metadata
-from megadiff.config import Config, ModelConfig, TokenMixer, to_dict
+from megadiff.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    TokenMixer,
+    to_dict,
+    update_config,
+)
 from megadiff.optim.schedule import Schedule
 from megadiff.parallel.parameter import record_of
 from megadiff.training.engine import Engine, OptimizerState
@@ -113,7 +120,7 @@ def find(config: Config, env: Environment) -> Saved | None:
             raise CheckpointError(f"--load {settings.load}: there is no checkpoint")
         return None
     saved = Saved(path, read_metadata(path))
-    differences = model_differences(saved.metadata["config"], config)
+    differences = model_differences(saved_config(path, saved.metadata), config)
     if differences:
         raise CheckpointError(
             f"{path} is of another model: " + "; ".join(differences) + ". Load it with the model "
@@ -143,9 +150,21 @@ def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: boo
     engine.optimizer.parameters_from_main_weights()
 
 
-def model_differences(saved: dict[str, Any], config: Config) -> list[str]:
+def saved_config(path: Path, metadata: dict[str, dict[str, Any]]) -> Config:
+    """The configuration of the run that saved a checkpoint. Raises CheckpointError."""
+    config = Config()
+    if "config" not in metadata:
+        raise CheckpointError(f"{path} has no config.json: it was not saved by a run")
+    try:
+        update_config(config, metadata["config"], source=str(path / "config.json"))
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; was it saved by another version of megadiff?") from error
+    return config
+
+
+def model_differences(saved: Config, config: Config) -> list[str]:
     """In what the model of a saved configuration differs from this one's, for people."""
-    before = _resolved(ModelConfig(**saved["model"]), saved["training"]["seq_length"])
+    before = _resolved(saved.model, saved.training.seq_length)
     now = _resolved(config.model, config.training.seq_length)
     return [
         f"{key} is {before[key]} in the checkpoint and {value} here"

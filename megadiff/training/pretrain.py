@@ -135,6 +135,8 @@ def resume(
         checkpointing.restore(saved, engine, env, weights_only=True)
         log.line(f" loaded the weights of {saved.path}, starting at iteration 0")
         return Progress(), schedule
+    if "data" not in saved.metadata:
+        raise CheckpointError(f"{saved.path} holds weights alone; start from them with --finetune")
     differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
     if differences and config.checkpoint.allow_data_change:
         log.line(f" the data change from here on: {'; '.join(differences)}")

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from megadiff.checkpoint.ranks import CheckpointError
-from megadiff.config import ConfigError
+from megadiff.checkpoint.state import module_tensors
+from megadiff.checkpoint.storage import save
+from megadiff.config import ConfigError, load_config, to_dict
 from megadiff.data.indexed_dataset import DataError
+from megadiff.models.decoder import Decoder
 from tests.distributed import run_distributed
-from tests.training.small import flags, losses, read, train, write_data
+from tests.training.small import VOCABULARY, flags, losses, read, train, write_data
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +197,17 @@ class TestRefusals:
         words = "num_layers is 2 in the checkpoint and 3 here; .*token_mixer is diff_v2"
         self.refused(CheckpointError, words, [*argv, *wrong])
         assert {p: p.read_bytes() for p in Path(saved).rglob("*") if p.is_file()} == before
+
+    def test_of_a_checkpoint_without_a_run(self, data: str, tmp_path: Path) -> None:
+        config = load_config(flags(data))
+        config.model.vocab_size = VOCABULARY
+        tensors = module_tensors(Decoder(config.model))
+        progress = {"iteration": 0, "consumed_samples": 0}
+        save(tmp_path / "iter_0000001", tensors, {"config": to_dict(config), "progress": progress})
+        save(tmp_path / "iter_0000002", tensors, {})
+        argv = flags(data, "--load", str(tmp_path), "--ckpt-step")
+        self.refused(CheckpointError, "weights alone; .*--finetune", [*argv, "1"])
+        self.refused(CheckpointError, "no config.json", [*argv, "2"])
 
     def test_of_other_data_at_resume(self, data: str, tmp_path: Path) -> None:
         saved = str(tmp_path / "saved")
