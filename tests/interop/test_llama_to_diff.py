@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megadiff.checkpoint.manager import find_checkpoint
+from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load
 from megadiff.config import load_config
@@ -17,6 +18,8 @@ from megadiff.models.decoder import Decoder
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
 from tests.distributed import run_distributed
 from tests.interop.models import MODELS, decoder, save_checkpoint, tokens
+from tests.training.small import flags, train, write_data
+from tests.training.small import losses as run_losses
 
 LLAMA = MODELS["standard_scaled_rope_biases"]
 EXACT = ("v1_doubled", "v2")
@@ -74,6 +77,31 @@ def test_training_goes_on_from_the_loss_of_the_model(tmp_path, llama, variant):
     assert alone[-1] < alone[0]
     for split in run_distributed(2, split_job, tmp_path):
         assert split == pytest.approx(alone, rel=1e-4)
+
+
+def test_pretraining_goes_on_from_a_llama(tmp_path):
+    """Through the command line's configuration, on another split, in float64."""
+    data = write_data(tmp_path)
+    first = ["--token-mixer", "standard", "--fp64", "--save", str(tmp_path / "first")]
+    train(flags(data, *first, "--log-dir", str(tmp_path / "log")))
+    folder = export_checkpoint(tmp_path / "first", tmp_path / "hf").path
+    import_folder(folder, tmp_path / "standard")
+    import_folder(folder, tmp_path / "v2", variant="v2", exact=True)
+    seen = {}
+    for name, world in (("standard", 1), ("v2", 2)):
+        root = str(tmp_path / name)
+        argv = flags(data, "--fp64", "--config", f"{root}/model.yaml", "--load", root)
+        argv += ["--log-dir", f"{root}/log", "--tensor-model-parallel-size", str(world)]
+        if world == 1:
+            with pytest.raises(CheckpointError, match=r"holds weights alone.*--finetune"):
+                train(argv)
+            train([*argv, "--finetune"])
+        else:
+            run_distributed(world, train, [*argv, "--finetune"])
+        seen[name] = run_losses(Path(root) / "log")
+    assert seen["v2"][1] == pytest.approx(seen["standard"][1], rel=1e-9)
+    assert seen["v2"][1] < run_losses(tmp_path / "log")[1] - 0.3
+    assert seen["v2"][6] < seen["v2"][1]
 
 
 def test_a_random_start_keeps_the_first_branch(tmp_path, llama):
