@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megadiff.kernels import diff_triton
+from megadiff.kernels import diff_launch, diff_triton
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -93,7 +93,7 @@ def launches(d: int, d_v: int, own_keys: bool, norm: bool, packed: bool) -> list
     weight = torch.empty(d_v, dtype=dtype) if norm else None
     eps = 1e-5 if norm else None
     left = 64 if packed else -1
-    call = diff_triton.Call(
+    call = diff_launch.Call(
         lam, cu, cu, None, tokens, tokens, left, 0, d**-0.5, weight, eps, 0.7, d_v
     )
     y, out, second, lse, rstd = diff_triton.forward_outputs(q, v, cu, eps, True)
@@ -103,13 +103,13 @@ def launches(d: int, d_v: int, own_keys: bool, norm: bool, packed: bool) -> list
     g = flat[0] if norm else None
     sequences = 2 if packed else 1
     return [
-        diff_triton.forward_launch(
+        diff_launch.forward_launch(
             q, k, v, call, first, second, y if norm else None, lse, rstd, True
         ),
-        diff_triton.preprocess_launch(
+        diff_launch.preprocess_launch(
             *flat, rstd, call, sequences, g, delta, torch.empty(tokens, pairs), torch.empty(1)
         ),
-        *diff_triton.backward_launches(q, k, v, call, y, lse, delta, q, k, v),
+        *diff_launch.backward_launches(q, k, v, call, y, lse, delta, q, k, v),
     ]
 
 

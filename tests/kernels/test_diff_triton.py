@@ -16,8 +16,8 @@ from megadiff.kernels.reference import probabilities
 from tests.kernels.cases import CASES, V2, Case
 
 pytest.importorskip("triton")
-from megadiff.kernels import diff_triton
-from megadiff.kernels.diff_triton import Tile, Tiles
+from megadiff.kernels import diff_launch, diff_triton
+from megadiff.kernels.diff_launch import Tile, Tiles
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -173,7 +173,7 @@ def check(case: Case, norm: bool, weighted: bool = True, backend: str = "triton"
 def test_several_blocks(case: Case, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not GPU and case.name not in INTERPRETED[tiles]:
         pytest.skip("left to a GPU")
-    monkeypatch.setattr(diff_triton, "tiles_for", lambda *_: SMALL_TILES[tiles])
+    monkeypatch.setattr(diff_launch, "tiles_for", lambda *_, **__: SMALL_TILES[tiles])
     check(case, norm=case.lam == "heads")
 
 
@@ -279,7 +279,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
 def test_without_gradients_nothing_is_kept_and_the_output_is_the_same(
     tiles: str, eps: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diff_triton, "tiles_for", lambda *_: SMALL_TILES[tiles])
+    monkeypatch.setattr(diff_launch, "tiles_for", lambda *_, **__: SMALL_TILES[tiles])
     inputs = Case("inference", n_q=20, **WIDE).inputs(HALF, device=DEVICE)
     trained = diff_attention(*inputs, norm_eps=eps, backend="triton")
     with torch.no_grad():
