@@ -41,7 +41,9 @@ def main(words: list[str] | None = None) -> int:
     except ValueError as error:  # DataError and the configuration's errors
         print(f"prepare_cache: error: {error}", file=sys.stderr)
         return 1
-    for name, batches in (("train", data.train), ("valid", data.valid), ("test", data.test)):
+    sets = {"train": data.train, "valid": data.valid, "test": data.test}
+    sets |= {name: batches for name, (batches, _) in data.named.items()}
+    for name, batches in sets.items():
         print(f"{name}: {'none' if batches is None else f'{len(batches.dataset)} samples'}")
     return 0
 

@@ -342,6 +342,9 @@ class DataConfig:
     data_path: list[str] = _option([], "prefixes of .bin/.idx files, or weight prefix pairs")
     train_data_path: list[str] = _option([], "as --data-path, for training alone")
     valid_data_path: list[str] = _option([], "as --data-path, for validation alone")
+    valid_data_sets: list[str] = _option(
+        [], "more validation sets, each logged by its name: name=prefix, or name=0.3,a,0.7,b"
+    )
     test_data_path: list[str] = _option([], "as --data-path, for the test at the end alone")
     data_args_path: str | None = _option(None, "file that holds the words of --data-path")
     per_split_data_args_path: str | None = _option(

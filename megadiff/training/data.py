@@ -9,7 +9,11 @@ import numpy as np
 
 from megadiff.config import Config, ConfigError, DataConfig
 from megadiff.data.blended_dataset import BlendedDataset
-from megadiff.data.build import Dataset, build_train_valid_test_datasets
+from megadiff.data.build import (
+    Dataset,
+    build_named_datasets,
+    build_train_valid_test_datasets,
+)
 from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
 from megadiff.data.gpt_dataset import Sample
@@ -140,6 +144,7 @@ class RunData:
     test: Batches | None
     valid_samples: int
     test_samples: int
+    named: dict[str, tuple[Batches, int]]  # more validation sets: what they read, how many samples
     identity: dict[str, Any]
 
 
@@ -188,6 +193,14 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
     if train is None:
         raise ConfigError(f"--split {d.split} leaves nothing to train on")
 
+    named = {}
+    common.pop("samples")
+    for name, words in _named_sets(d.valid_data_sets).items():
+        sets = build_named_datasets({name: words}, evaluated(words), **common)
+        for dataset in sets.values():
+            one = Batches(dataset, name, config, dp, eod, pin_memory)
+            named[name] = (one, min(wanted, len(dataset)))
+
     def batches(dataset: Dataset | None, name: str) -> Batches | None:
         return None if dataset is None else Batches(dataset, name, config, dp, eod, pin_memory)
 
@@ -197,8 +210,22 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         test=batches(test, "test"),
         valid_samples=0 if valid is None else min(wanted, len(valid)),
         test_samples=0 if test is None else min(wanted, len(test)),
+        named=named,
         identity=data_identity(config, train),
     )
+
+
+def _named_sets(entries: list[str]) -> dict[str, list[str]]:
+    """`name=prefix` and `name=weight,prefix,...` as lists of words by name."""
+    sets: dict[str, list[str]] = {}
+    for entry in entries:
+        name, equals, words = entry.partition("=")
+        if not (name and equals and words) or name in sets:
+            raise ConfigError(
+                f"--valid-data-sets {entry}: give each set as name=prefix, with a name of its own"
+            )
+        sets[name] = words.split(",")
+    return sets
 
 
 def _read_data_args(d: DataConfig) -> None:

@@ -77,8 +77,8 @@ def train(run: Run, progress: Progress) -> str:
     if progress.iteration > saved_at:
         run.save(progress, False)
     if reason == "finished":
-        evaluate(run, progress, "validation")
-        evaluate(run, progress, "test")
+        validate(run, progress)
+        evaluate(run, progress, "test", run.data.test, run.data.test_samples)
     return reason
 
 
@@ -94,7 +94,7 @@ def between_steps(run: Run, progress: Progress, last: bool) -> bool:
         model = run.engine.model
         check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
     if due(t.eval_interval) and not last:
-        evaluate(run, progress, "validation")
+        validate(run, progress)
     run.check_save()
     if due(c.save_interval):
         run.save(progress, False)
@@ -138,15 +138,20 @@ def _log_interval(
     run.log.record("train", progress.iteration, values)
 
 
-def evaluate(run: Run, progress: Progress, name: str) -> float | None:
-    """The mean token loss over the `name` samples, exact over all ranks; None if there are none.
+def validate(run: Run, progress: Progress) -> None:
+    """Evaluate the validation samples, and the further sets that have names of their own."""
+    evaluate(run, progress, "validation", run.data.valid, run.data.valid_samples)
+    for name, (batches, samples) in run.data.named.items():
+        evaluate(run, progress, f"validation/{name}", batches, samples)
+
+
+def evaluate(
+    run: Run, progress: Progress, name: str, batches: Batches | None, samples: int
+) -> float | None:
+    """The mean token loss over the first `samples`, exact over all ranks; None if there are none.
 
     Every evaluation of a run reads the same samples. A signal ends it early, without a result.
     """
-    batches, samples = {
-        "validation": (run.data.valid, run.data.valid_samples),
-        "test": (run.data.test, run.data.test_samples),
-    }[name]
     if batches is None or samples == 0:
         return None
     loss, tokens = _mean_loss(run, batches, samples)

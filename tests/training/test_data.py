@@ -58,3 +58,22 @@ def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
     argv = flags(write_data(tmp_path), "--tokenizer-type", "ByteTokenizer")
     with pytest.raises(ConfigError, match="60 is smaller than the tokenizer's 259"):
         prepare(argv, Axis())
+
+
+def test_validation_sets_by_name(tmp_path: Path) -> None:
+    """Each is used whole, and read apart from the validation part of --split."""
+    prefix = write_data(tmp_path)
+    argv = flags(prefix, "--valid-data-sets", f"web={prefix}", f"books=0.5,{prefix}")
+    _, data = prepare(argv, Axis())
+    assert list(data.named) == ["web", "books"]
+    batches, samples = data.named["web"]
+    assert 0 < samples <= len(batches.dataset)
+    assert len(list(batches.once(samples, 8))) == -(-samples // 8)
+
+
+@pytest.mark.parametrize("entry", ["web", "=a", "web=", "web=a"])
+def test_a_validation_set_needs_a_name_of_its_own(entry: str, tmp_path: Path) -> None:
+    prefix = write_data(tmp_path)
+    argv = flags(prefix, "--valid-data-sets", f"web={prefix}", entry)
+    with pytest.raises(ConfigError, match="a name of its own"):
+        prepare(argv, Axis())
