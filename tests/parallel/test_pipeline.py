@@ -1,12 +1,18 @@
-"""Which stage holds which layers."""
+"""Which stage holds which layers, and how many micro-batches are in flight."""
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
+from torch.distributed.pipelining import PipelineStage
 
 from megadiff.config import Config, ModelConfig, ParallelConfig, TrainingConfig, validate
 from megadiff.models.build import layer_costs, stage_layers
+from megadiff.models.memory import in_flight
+from megadiff.parallel.mesh import Axis
 from megadiff.parallel.pipeline import balanced_sizes
+from tests.distributed import run_distributed
+from tests.parallel.parity import Cell, config_of, run_cell
 
 
 def config(pipeline: int, layers: int = 8, **options) -> Config:
@@ -101,3 +107,41 @@ def test_the_interleaved_schedule_needs_whole_rounds_of_micro_batches():
     uneven.training.global_batch_size = 3
     with pytest.raises(ValueError, match=r"in multiples of .* 2, and a step has 3"):
         validate(uneven, 2)
+
+
+def most_in_flight(cell: Cell) -> int:
+    """The most forwards of this rank at a time whose backward is still to come."""
+    live, most = 0, 0
+    forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
+
+    def counted_forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal live, most
+        live += 1
+        most = max(most, live)
+        return forward(*args, **kwargs)
+
+    def counted_backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal live
+        live -= 1
+        return backward(*args, **kwargs)
+
+    PipelineStage.forward_one_chunk = counted_forward  # type: ignore[method-assign]
+    PipelineStage.backward_one_chunk = counted_backward  # type: ignore[method-assign]
+    run_cell(cell)
+    return most
+
+
+@pytest.mark.parametrize("pipeline", ["2gpipe", "2", "2x2", "4", "4x2"])
+def test_schedules_hold_as_many_micro_batches_as_the_memory_estimate_says(pipeline):
+    cell = Cell(pipeline=pipeline, micro_batches=8, layers=8)
+    parallel = config_of(cell).parallel
+    expected = [
+        in_flight(
+            parallel.schedule,
+            Axis(rank=rank, size=cell.world),
+            parallel.num_virtual_stages_per_pipeline_rank,
+            cell.micro_batches,
+        )
+        for rank in range(cell.world)
+    ]
+    assert run_distributed(cell.world, most_in_flight, cell) == expected
