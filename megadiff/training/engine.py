@@ -85,7 +85,8 @@ class NativeEngine:
             dtype=env.dtype,
             device=env.device,
         )
-        self.one = torch.ones((), device=env.device)
+        wide = torch.promote_types(env.dtype, torch.float32)
+        self.one = torch.ones((), dtype=wide, device=env.device)
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         self.optimizer.zero_grad(len(batches))
