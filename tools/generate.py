@@ -120,7 +120,16 @@ def read_prompts(path: str | None) -> list[str]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {path}: {error}") from None
-    return [json.loads(line) if line.startswith('"') else line for line in lines if line]
+    return [_read_prompt(line) for line in lines if line]
+
+
+def _read_prompt(line: str) -> str:
+    """A JSON string, or the line as it is."""
+    try:
+        value = json.loads(line) if line.startswith('"') else line
+    except ValueError:
+        return line
+    return value if isinstance(value, str) else line
 
 
 def encode(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -104,7 +104,8 @@ def _candidates(root: Path, step: int | None) -> tuple[list[int], int | None, st
         meant = layout.read_tracker(root)
     except ValueError as error:
         return steps, steps[0], str(error)
-    return [meant, *(s for s in steps if s != meant)], meant, ""
+    # Those above were left behind by going back: they come last.
+    return [meant, *(s for s in steps if s < meant), *(s for s in steps if s > meant)], meant, ""
 
 
 def _tell(found: dict[int, list[str]], note: str) -> str:
@@ -268,7 +269,8 @@ class CheckpointManager:
         if last is None:
             return
         paths = {s: layout.checkpoint_path(root, s) for s in layout.list_steps(root)}
-        whole = [s for s, path in paths.items() if not layout.damage(path, checksums=False)]
+        mine = {s: path for s, path in paths.items() if s <= step}  # not what going back left above
+        whole = [s for s, path in mine.items() if not layout.damage(path, checksums=False)]
         for old in layout.expired(whole, last, every):
             if old not in (step, self._proven):
                 layout.remove(paths[old])

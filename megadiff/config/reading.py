@@ -80,6 +80,8 @@ def update_config(config: Config, values: dict[str, Any], source: str) -> None:
         if name not in known:
             raise ConfigError(f"{source}: unknown section {name!r}{_nearest(str(name), known)}")
         hints = get_type_hints(type(known[name]))
+        if not isinstance(entries, dict | None):
+            raise ConfigError(f"{source}: {name} must hold keys and values, found {entries!r}")
         for key, value in (entries or {}).items():
             key = str(key).replace("-", "_")
             if key not in hints:

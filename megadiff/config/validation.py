@@ -40,6 +40,15 @@ def _require_positive(section: Any, *names: str) -> None:
         )
 
 
+def _require_at_least_zero(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        _require(
+            value is None or value >= 0,
+            f"--{name.replace('_', '-')} is {value}, must not be negative",
+        )
+
+
 def _validate_model(m: ModelConfig, seq_length: int) -> None:
     _require_positive(
         m, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -69,6 +78,12 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
             f"--num-layers {m.num_layers}",
         )
     _validate_delta(m)
+    if m.mixers.isdisjoint(("diff_v1",)):
+        for f in fields(m):
+            _require(
+                not f.name.startswith("diff_") or getattr(m, f.name) == f.default,
+                f"--{f.name.replace('_', '-')} is set, but no layer is diff_v1",
+            )
     for mixer in m.mixers.difference(DELTA_MIXERS):
         heads = m.num_attention_heads * (2 if mixer == "diff_v1" else 1)
         _require(
@@ -322,10 +337,23 @@ def _validate_training(config: Config, world_size: int) -> None:
         )
         t.train_iters = iterations
     _require(t.train_iters is not None, "--train-iters is missing: how many steps to train")
+    _require_at_least_zero(t, "eval_iters", "eval_interval", "seed")
+    _require_at_least_zero(o, "clip_grad", "weight_decay", "adam_eps", "sgd_momentum")
+    _require_at_least_zero(config.data, "num_workers")
+    _require_positive(t, "exit_interval", "exit_duration_in_mins")
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
+        beta = getattr(o, name)
+        _require(
+            0 <= beta < 1, f"--{name.replace('_', '-')} is {beta}, must be at least 0 and below 1"
+        )
+    _require(
+        t.deepspeed or t.deepspeed_config is None,
+        f"--deepspeed-config {t.deepspeed_config} is given without --deepspeed",
+    )
     _require(0 <= o.min_lr <= o.lr, f"--min-lr {o.min_lr} must lie between 0 and --lr {o.lr}")
     decay = o.lr_decay_iters or t.train_iters or 0
     _require(
-        0 <= o.lr_warmup_iters <= decay,
+        0 <= o.lr_warmup_iters <= decay or o.lr_decay_samples is not None,
         f"--lr-warmup-iters {o.lr_warmup_iters} is longer than the schedule of {decay} steps",
     )
     _require(
@@ -374,6 +402,9 @@ def _validate_deepspeed(config: Config) -> None:
         "--optimizer muon": o.optimizer == "muon",
         f"--main-weights {o.main_weights}": o.main_weights != "float32",
         "--use-distributed-optimizer (ZeRO 1 is its like)": o.use_distributed_optimizer,
+        "--check-weight-hash-across-dp-replicas-interval": (
+            t.check_weight_hash_across_dp_replicas_interval is not None
+        ),
     }.items():
         _require(not used, f"--deepspeed does not go with {name}; train without --deepspeed")
     groups, tp = config.model.query_groups, p.tensor_model_parallel_size

@@ -113,6 +113,9 @@ class Batches:
     def _checked(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         for batch in batches:
             largest = max(int(batch.tokens.max()), int(batch.labels.max()))
+            smallest = min(int(batch.tokens.min()), int(batch.labels.min()))
+            if smallest < 0:
+                raise DataError(f"the {self.name} data hold token {smallest}: they are damaged")
             if largest >= self.vocab_size:
                 raise DataError(
                     f"the {self.name} data hold token {largest}, but the vocabulary has "
@@ -192,6 +195,11 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         train, valid, test = build_train_valid_test_datasets(**per_split, **common)
     if train is None:
         raise ConfigError(f"--split {d.split} leaves nothing to train on")
+    if len(train) < t.total_samples:
+        raise ConfigError(
+            f"the training data hold {len(train)} samples, fewer than the run's {t.total_samples}: "
+            "prefixes without weights are read once; give each a weight to read them again"
+        )
 
     named = {}
     common.pop("samples")
@@ -260,8 +268,14 @@ def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
                 "name": Path(part.dataset.prefix).name,
                 "sequences": len(part.dataset),
                 "lengths": digest(part.dataset.lengths),
+                "first_samples": _first_tokens(part),
             }
             for part in parts
         ],
-        "first_samples": digest(np.stack([train[i].tokens for i in range(min(4, len(train)))])),
+        "first_samples": _first_tokens(train),
     }
+
+
+def _first_tokens(dataset: Dataset) -> str:
+    """The order of samples depends on how many epochs there are: the first ones tell it apart."""
+    return digest(np.stack([dataset[i].tokens for i in range(min(4, len(dataset)))]))

@@ -2,7 +2,7 @@
 
 DeepSpeed partitions weights, gradients and optimizer state, accumulates and clips; the loss, the
 schedule, the logs and the checkpoints are the native engine's. Checkpoints are in megadiff's own
-format, so that either engine resumes, on any split, what the other saved.
+format: any split opens them, and in float32 either engine resumes what the other saved.
 """
 
 import json

@@ -122,7 +122,7 @@ def _digits(values: dict[str, Any]) -> int:
 
 def evaluation_line(name: str, loss: float, iteration: int) -> str:
     """Megatron-LM's line of an evaluation."""
-    perplexity = math.exp(min(20.0, loss))
+    perplexity = math.exp(min(loss, 20.0))
     return (
         f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
         f" lm loss PPL: {perplexity:.6E} |"
