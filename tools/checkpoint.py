@@ -187,8 +187,8 @@ def differ(a: CheckpointReader, b: CheckpointReader, name: str, tolerance: float
 
 
 def prune(path: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> int:
-    if keep_last < 1:
-        raise CheckpointError("--keep-last must be at least 1")
+    if keep_last < 1 or (keep_every is not None and keep_every < 1):
+        raise CheckpointError("--keep-last and --keep-every must be at least 1")
     paths = {step: layout.checkpoint_path(path, step) for step in layout.list_steps(path)}
     whole = [s for s, checkpoint in paths.items() if not layout.damage(checkpoint, checksums=False)]
     try:

@@ -58,6 +58,8 @@ def main(words: list[str]) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if arguments.max_new_tokens < 0:
+        raise ConfigError(f"--max-new-tokens is {arguments.max_new_tokens}, must not be negative")
     config, env, model = load_model(arguments)
     tokenizer = checkpoint_tokenizer(config, arguments.tokenizer_model)
     texts = arguments.prompt + read_prompts(arguments.prompt_file) or [""]

@@ -12,6 +12,7 @@ from megadiff.config.options import (
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
+    sections,
 )
 
 
@@ -20,6 +21,13 @@ def validate(config: Config, world_size: int) -> None:
 
     Raises ConfigError.
     """
+    for section in sections(config).values():
+        for f in fields(section):
+            value = getattr(section, f.name)
+            _require(
+                not isinstance(value, float) or math.isfinite(value),
+                f"--{f.name.replace('_', '-')} is {value}, must be a finite number",
+            )
     _validate_model(config.model, config.training.seq_length)
     _validate_split(config, world_size)
     _validate_training(config, world_size)
@@ -340,6 +348,8 @@ def _validate_training(config: Config, world_size: int) -> None:
     _require_at_least_zero(t, "eval_iters", "eval_interval", "seed")
     _require_at_least_zero(o, "clip_grad", "weight_decay", "adam_eps", "sgd_momentum")
     _require_at_least_zero(config.data, "num_workers")
+    _require_at_least_zero(config.model, "init_method_std", "diff_lambda_std")
+    _require(t.seed < 2**32, f"--seed is {t.seed}, must be below 2**32")
     _require_positive(t, "exit_interval", "exit_duration_in_mins")
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
         beta = getattr(o, name)

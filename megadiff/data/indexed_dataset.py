@@ -78,6 +78,7 @@ class IndexedDataset:
         need = 0
         if len(self):
             need = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        need = max(need, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize)
         if self.bin_size < need:
             raise DataError(
                 f"{bin_path(prefix)}: {self.bin_size} bytes, but its index needs {need}: it was "
@@ -109,6 +110,8 @@ class IndexedDataset:
         self.modes = None
         if size > plain and count:
             self.modes = np.frombuffer(raw, dtype=np.int8, count=count, offset=plain)
+        if count and int(self.lengths.min()) < 0:
+            raise DataError(f"{name}: a sequence of negative length: the file is damaged")
         if bookends < 1 or int(self.documents[-1]) != count:
             raise DataError(f"{name}: the last document does not end at the last sequence")
 

@@ -21,7 +21,7 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"temperature {self.temperature} and top_k {self.top_k} must not be negative, and "
                 f"top_p {self.top_p} must lie above 0 and up to 1"

@@ -110,6 +110,8 @@ def find(config: Config, env: Environment) -> Saved | None:
     settings = config.checkpoint
     if settings.load is None:
         return None
+    if Path(settings.load).is_file():
+        raise CheckpointError(f"--load {settings.load} is a file; give the folder of checkpoints")
     if settings.ckpt_step is None and settings.non_persistent_global_ckpt_dir is not None:
         places = [settings.load, settings.non_persistent_global_ckpt_dir]
         path = find_newest(places, group=env.control)
