@@ -7,6 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 $(VENV)/.stamp: pyproject.toml
 	$(PY) -m venv $(VENV)
+	@echo "installing torch and the rest, about 1.6 GB; this takes some minutes"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
@@ -27,7 +28,7 @@ lint: $(VENV)/.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .ruff_cache

@@ -152,8 +152,11 @@ def held_out_pairs(config: Config, prefix: Path) -> tuple[np.ndarray, np.ndarray
 # ------------------------------------------------------------------------------------ steps
 
 
-def command(*words: object) -> str:
-    """Run a Python program of this repository, show it and its output; exit when it fails."""
+def command(*words: object, hide: str = "(?!)") -> str:
+    """Run a Python program of this repository; exit when it fails.
+
+    Shows it and its output, but for lines that match `hide`.
+    """
     line = [str(word) for word in words]
     print(f"\n$ {shlex.join(['python', *line]).replace(f'{ROOT}/', '')}", flush=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -165,7 +168,7 @@ def command(*words: object) -> str:
     output = []
     for text in process.stdout:
         output.append(text)
-        if not re.match(r"(\w+:|  .*)\n", text):  # the configuration is in config.yaml
+        if not re.match(hide, text):
             print(text, end="", flush=True)
     if process.wait() != 0:
         raise SystemExit(f"error: the command above failed:\n{''.join(output[-30:])}")
@@ -175,7 +178,8 @@ def command(*words: object) -> str:
 def pretrain(*words: object) -> None:
     """Two processes that train together."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    command(*launcher, ROOT / "pretrain_diff.py", "--config", CONFIG, *words)
+    program = [*launcher, ROOT / "pretrain_diff.py", "--config", CONFIG, *words]
+    command(*program, hide=r"(\w+:|  .*)\n")  # the configuration is in config.yaml
 
 
 def run_demo(out: Path, flags: list[str]) -> None:

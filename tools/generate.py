@@ -67,7 +67,8 @@ def main(words: list[str]) -> None:
     check_length(config, max(map(len, prompts)) + arguments.max_new_tokens)
     eod = None if arguments.ignore_eod else tokenizer.eod
     outputs: list[list[int]] = [[] for _ in prompts]
-    for step in generate(model, prompts, arguments.max_new_tokens, sampling, eod):
+    steps = generate(model, prompts, arguments.max_new_tokens, sampling, eod, tokenizer.vocab_size)
+    for step in steps:
         for output, token in zip(outputs, step, strict=True):
             output += [] if token is None else [token]
     if env.is_main:

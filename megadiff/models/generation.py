@@ -35,11 +35,13 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     eod: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[list[int | None]]:
     """One new token of every sequence at a time, None for those that have ended with `eod`.
 
     `prompts` are token ids, at least one each, of any lengths. A sequence draws from a generator of
     its own, so that it does not depend on the others. All tensor-parallel ranks yield the same.
+    `vocab_size` keeps to the ids below it, where the model has more than the tokenizer.
     """
     sampling = sampling or Sampling()
     if not prompts or not all(prompts):
@@ -57,7 +59,8 @@ def generate(
     last = logits.gather(1, (ends - 1).view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))[:, 0]
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
-        probabilities = next_token_probabilities(gather_vocabulary(last, model), sampling)
+        logits = gather_vocabulary(last, model)[:, :vocab_size]
+        probabilities = next_token_probabilities(logits, sampling)
         chosen = draw(probabilities, generators)
         finished = [f or token == eod for f, token in zip(finished, chosen, strict=True)]
         yield [None if f else token for f, token in zip(finished, chosen, strict=True)]

@@ -50,13 +50,15 @@ def check(folder, data: DataConfig) -> None:
     assert (theirs.eos_token_id, special.eos) == (ours.eod, ours.eod)
 
 
+@pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece(tmp_path, kind):
+def test_sentencepiece(tmp_path, kind, prefix):
     model = trained(
         tmp_path,
         model_type=kind,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
     )
     data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
     check(tmp_path, data)

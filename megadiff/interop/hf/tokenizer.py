@@ -125,7 +125,7 @@ def _sentencepiece_bpe(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dic
         fuse_unk=True,
         byte_fallback="<0x00>" in vocabulary,
     )
-    return _metaspace(model), special
+    return _metaspace(model, data), special
 
 
 def _sentencepiece_unigram(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
@@ -137,7 +137,7 @@ def _sentencepiece_unigram(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any,
         unk_id=pieces.index(unknown),
         byte_fallback="<0x00>" in pieces,
     )
-    return _metaspace(model), special
+    return _metaspace(model, data), special
 
 
 def _pieces(
@@ -154,22 +154,25 @@ def _pieces(
     return pieces, [model.get_score(i) for i in ids], special, pieces[model.unk_id()]
 
 
-def _metaspace(model: Any) -> Any:
-    """SentencePiece's treatment of spaces, as in Llama's tokenizer.json."""
+def _metaspace(model: Any, data: DataConfig) -> Any:
+    """SentencePiece's treatment of spaces, as in Llama's tokenizer.json.
+
+    Many models put a space before the text (add_dummy_prefix) and take it away when decoding.
+    """
+    import sentencepiece
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, normalizers
 
     made = Fast(model)
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    pieces = sentencepiece.SentencePieceProcessor(model_file=data.tokenizer_model)
+    prefixed = pieces.encode("a", out_type=str)[0].startswith("\u2581")
+    space = normalizers.Replace(" ", "\u2581")
+    before, after = (
+        ([normalizers.Prepend("\u2581")], [decoders.Strip(" ", 1, 0)]) if prefixed else ([], [])
     )
+    made.normalizer = normalizers.Sequence([*before, space])
     made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
     return made
 
