@@ -1,6 +1,15 @@
-"""Shared by all tests: one thread a process, so that runs repeat and ranks share the cores."""
+"""Shared by all tests: one thread a process, so that runs repeat and ranks share the cores.
+
+Without a GPU, Triton kernels run in Triton's interpreter, which is chosen when Triton is first
+imported, by whatever imports it.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -268,11 +268,10 @@ def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
                 "name": Path(part.dataset.prefix).name,
                 "sequences": len(part.dataset),
                 "lengths": digest(part.dataset.lengths),
-                "first_samples": _first_tokens(part),
             }
             for part in parts
         ],
-        "first_samples": _first_tokens(train),
+        "first_samples": [_first_tokens(dataset) for dataset in (train, *parts)],
     }
 
 
