@@ -43,29 +43,46 @@ def _swiglu_backward(gate_up, dy, grad, width, BLOCK: tl.constexpr):
     tl.store(grad + at + width, (d * silu).to(dtype), mask=inside)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        width = gate_up.shape[-1] // 2
-        out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        grid = (gate_up.numel() // (2 * width), triton.cdiv(width, _COLUMNS))
-        _swiglu_forward[grid](gate_up, out, width, BLOCK=_COLUMNS)
-        return out
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
-        (gate_up,) = ctx.saved_tensors
-        width = gate_up.shape[-1] // 2
-        grad = torch.empty_like(gate_up)
-        grid = (gate_up.numel() // (2 * width), triton.cdiv(width, _COLUMNS))
-        _swiglu_backward[grid](gate_up, dy.contiguous(), grad, width, BLOCK=_COLUMNS)
-        return grad
+def _swiglu_grid(gate_up: Tensor) -> tuple[int, int]:
+    width = gate_up.shape[-1] // 2
+    return gate_up.numel() // (2 * width), triton.cdiv(width, _COLUMNS)
 
 
+@torch.library.custom_op("megadiff::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
-    return _SwiGLU.apply(gate_up)
+    """As `megadiff.kernels.swiglu`."""
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    _swiglu_forward[_swiglu_grid(gate_up)](gate_up, out, width, BLOCK=_COLUMNS)
+    return out
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@torch.library.custom_op("megadiff::swiglu_backward", mutates_args=())
+def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of gate_up `[..., 2 F]` from that of the output `[..., F]`."""
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    grad = torch.empty_like(gate_up)
+    grid = _swiglu_grid(gate_up)
+    _swiglu_backward[grid](gate_up, dy.contiguous(), grad, width, BLOCK=_COLUMNS)
+    return grad
+
+
+@swiglu_backward.register_fake
+def _(gate_up: Tensor, dy: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+swiglu.register_autograd(
+    lambda ctx, dy: swiglu_backward(*ctx.saved_tensors, dy),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @triton.jit
@@ -124,9 +141,11 @@ def _by_token(x: Tensor) -> Tensor:
     return (x if regular else x.contiguous()).flatten(0, -3)
 
 
-def _turn(
+@torch.library.custom_op("megadiff::rotary", mutates_args=())
+def turn(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
 ) -> tuple[Tensor, Tensor]:
+    """q and k turned by `sign` times the angle; a turn back is the gradient of a turn."""
     q_rows, k_rows = _by_token(q), _by_token(k)
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     (tokens, q_heads, d), k_heads = q_rows.shape, k_rows.shape[1]
@@ -134,26 +153,31 @@ def _turn(
     grid = (tokens, triton.cdiv(q_heads, block) + triton.cdiv(k_heads, block))
     positions = cos.numel() // cos.shape[-1]
     _rotary[grid](
-        q_rows, k_rows, q_out, k_out, cos, sin, positions, q_rows.stride(0), k_rows.stride(0),
-        q_heads, k_heads, sign, D=d, HEADS=block, INTERLEAVED=interleaved, num_warps=2,
+        q_rows, k_rows, q_out, k_out, cos.contiguous(), sin.contiguous(), positions,
+        q_rows.stride(0), k_rows.stride(0), q_heads, k_heads, sign,
+        D=d, HEADS=block, INTERLEAVED=interleaved, num_warps=2,
     )  # fmt: skip
     return q_out, k_out
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor]:
-        cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(q, k, cos, sin, interleaved, 1.0)
+@turn.register_fake
+def _(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
-    @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
-        dq, dk = _turn(dq, dk, *ctx.saved_tensors, ctx.interleaved, -1.0)
-        return dq, dk, None, None, None
+
+def _turn_back(ctx, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk = turn(dq, dk, *ctx.saved_tensors, ctx.interleaved, -ctx.sign)
+    return dq, dk, None, None, None, None
+
+
+def _keep_angles(ctx, inputs, output) -> None:
+    _, _, cos, sin, ctx.interleaved, ctx.sign = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+turn.register_autograd(_turn_back, setup_context=_keep_angles)
 
 
 def rotary(
@@ -161,7 +185,7 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """As `megadiff.kernels.rotary`, for whole heads of a power-of-two width; cos and sin are
     constants."""
-    return _Rotary.apply(q, k, cos, sin, interleaved)
+    return turn(q, k, cos, sin, interleaved, 1.0)
 
 
 @triton.jit
@@ -205,6 +229,7 @@ def _gradient(
     tl.store(grad + row * pitch + at, p.to(grad.dtype.element_ty), mask=at < all_columns)
 
 
+@torch.library.custom_op("megadiff::cross_entropy_partials", mutates_args=())
 def cross_entropy_partials(
     logits: Tensor, labels: Tensor, vocab_start: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,6 +246,17 @@ def cross_entropy_partials(
     return maximum, total, target
 
 
+@cross_entropy_partials.register_fake
+def _(
+    logits: Tensor, labels: Tensor, vocab_start: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    maximum, total, target = (
+        logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3)
+    )
+    return maximum, total, target
+
+
+@torch.library.custom_op("megadiff::cross_entropy_grad", mutates_args=("grad",))
 def cross_entropy_grad(
     logits: Tensor,
     labels: Tensor,

@@ -72,6 +72,22 @@ def test_sdpa(widths: tuple[int, int, bool], geometry: str) -> None:
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sdpa_in_wide_types(dtype: torch.dtype, geometry: str) -> None:
+    """Sums of up to 512 products, rounded in any order: a few hundred roundings at the most."""
+    case = gpu_case(geometry, 64, 128, True)
+    inputs, options = case.inputs(dtype, device="cuda"), case.call_options("cuda")
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = diff_attention(*inputs, **options, backend="sdpa")
+    expected = diff_attention(*exact, **options, backend="reference")
+    dy = torch.randn_like(expected)
+    mine = [out, *torch.autograd.grad(out, inputs, dy.to(dtype))]
+    dy = dy.to(dtype).double()
+    for a, b in zip(mine, [expected, *torch.autograd.grad(expected, exact, dy)], strict=True):
+        assert (a.double() - b).norm() <= 200 * torch.finfo(dtype).eps * b.norm()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_standard_attention(geometry: str) -> None:
     case = gpu_case(geometry, 64, 64, False)
     q, k, v, _ = case.inputs(torch.bfloat16, device="cuda")

@@ -71,3 +71,31 @@ def test_cross_entropy() -> None:
         logits.double(), labels, exact[0], exact[1], dloss.double(), 100, 5090
     )
     close(grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+def test_opcheck() -> None:
+    x, dy = random(2, 3, 20), random(2, 3, 10).detach()
+    torch.library.opcheck(small_triton.swiglu, (x,))
+    torch.library.opcheck(small_triton.swiglu_backward, (x.detach(), dy))
+    q, k = random(2, 5, 3, 16), random(2, 5, 1, 16)
+    angles = rotary_cos_sin(torch.arange(5, device=DEVICE), 16)
+    torch.library.opcheck(small_triton.turn, (q, k, *angles, True, 1.0))
+    logits, labels = random(4, 50).detach(), torch.arange(4, device=DEVICE)
+    torch.library.opcheck(small_triton.cross_entropy_partials, (logits, labels, 0, 40))
+    rows = small_triton.cross_entropy_partials(logits, labels, 0, 40)[:2]
+    grad, dloss = torch.empty_like(logits), torch.ones(4, device=DEVICE)
+    torch.library.opcheck(
+        small_triton.cross_entropy_grad, (logits, labels, *rows, dloss, grad, 0, 40)
+    )
+
+
+def test_gradient_over_the_logits() -> None:
+    """The memory of the logits takes their gradient."""
+    logits, labels = random(4, 50).detach(), torch.arange(4, device=DEVICE)
+    maximum, total, _ = small_triton.cross_entropy_partials(logits, labels, 0, 50)
+    arguments = (labels, maximum, total, torch.ones(4, device=DEVICE))
+    apart = torch.empty_like(logits)
+    small_triton.cross_entropy_grad(logits, *arguments, apart, 0, 50)
+    small_triton.cross_entropy_grad(logits, *arguments, logits, 0, 50)
+    assert torch.equal(logits, apart)
