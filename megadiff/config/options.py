@@ -215,6 +215,9 @@ class TrainingConfig:
     seed: int = _option(1234, "seed of the weights and of the sample order")
     bf16: bool = _option(False, "parameters in bfloat16, with float32 main weights")
     fp16: bool = _option(False, "parameters in float16, with float32 main weights and loss scaling")
+    fp8: bool = _option(
+        False, "with --bf16, on Hopper: linear layers of the blocks computed in float8 by torchao"
+    )
     fp64: bool = _option(False, "everything in float64, to compare splits exactly")
     device: Literal["cpu", "cuda"] | None = _option(None, "cuda where there is one by default")
     deepspeed: bool = _option(False, "train on DeepSpeed's engine: ZeRO 0 to 3, offload")

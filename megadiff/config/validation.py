@@ -317,11 +317,26 @@ def _iterations(t: TrainingConfig) -> int:
     return iterations + (t.train_samples - consumed) // t.global_batch_size
 
 
+def _validate_float8(config: Config) -> None:
+    t, cp = config.training, config.parallel.context_parallel_size
+    _require(t.bf16, f"--fp8 is for models in bfloat16, not {t.dtype}: give --bf16")
+    _require(not t.deepspeed, "--fp8 is for the native engine, not for --deepspeed")
+    tokens = t.micro_batch_size * t.seq_length // cp
+    _require(
+        tokens % 16 == 0,
+        f"--fp8 needs a multiple of 16 tokens in a micro-batch; --micro-batch-size "
+        f"{t.micro_batch_size} x --seq-length {t.seq_length} / context-parallel size {cp} = "
+        f"{tokens}",
+    )
+
+
 def _validate_training(config: Config, world_size: int) -> None:
     t, o = config.training, config.optimizer
     _require_positive(t, "seq_length", "micro_batch_size", "global_batch_size")
     _require_positive(t, "train_iters", "train_samples")
     _require(t.bf16 + t.fp16 + t.fp64 <= 1, "give at most one of --bf16, --fp16 and --fp64")
+    if t.fp8:
+        _validate_float8(config)
     dp = data_parallel_size(config, world_size)
     if t.global_batch_size is None:
         t.global_batch_size = t.micro_batch_size * dp

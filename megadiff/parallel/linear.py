@@ -51,6 +51,30 @@ def shard(features: int, parts: int, axis: Axis) -> Shard:
     return Shard(axis.rank // copies * length, length, copies, axis.rank % copies)
 
 
+class Products:
+    """The products of a linear layer and its gradients; `float8` has others.
+
+    `scale` is what a product needs to know of each operand, None here.
+    """
+
+    def scale(self, x: Tensor, *, gradient: bool = False) -> Tensor | None:
+        return None
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor | None
+    ) -> Tensor:
+        """x W^T + b, `[..., out]`; scales of x and W."""
+        return F.linear(x, weight, bias)
+
+    def grad_input(self, grad: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
+        """`[..., in]`; scales of the gradient and of W."""
+        return grad @ weight
+
+    def grad_weight(self, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
+        """`[out, in]`; scales of the gradient and of x."""
+        return grad.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
 class ColumnParallelLinear(nn.Module):
     """`[b, s, in]` to this rank's `[b, s, sum of local features]` of several fused projections.
 
@@ -72,7 +96,7 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.tp, self.copies = mesh.tp, mesh.tp_copies
+        self.tp, self.copies, self.products = mesh.tp, mesh.tp_copies, Products()
         self.sequence_parallel = mesh.sequence_parallel
         shards = [shard(o.features, o.parts, mesh.tp) for o in outputs]
         self.widths = [s.length for s in shards]
@@ -99,7 +123,7 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight
         if self.copied is not None:
             weight = _SumRowGradients.apply(weight, *self.copied, self.copies)
-        return _ColumnProduct.apply(x, weight, self.bias, self.tp, self.sequence_parallel)
+        return _Product.apply(x, weight, self.bias, self.products, self.tp, self.sequence_parallel)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The projections, as views of the fused output `y`."""
@@ -127,6 +151,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = mesh.tp, mesh.sequence_parallel
+        self.products = Products()
         s = shard(in_features, parts, mesh.tp)
         shape = (out_features, in_features)
         section = Section(f"{name}.weight", shape, 0, s.length, s.offset, "matrix", init)
@@ -138,7 +163,7 @@ class RowParallelLinear(nn.Module):
             self.bias = make_parameter((out_features,), [section], **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
+        y = _Product.apply(x, self.weight, None, self.products, Axis(), False)
         if self.sequence_parallel:
             y = collectives.scatter_sequence(y, self.tp)
         else:
@@ -156,28 +181,36 @@ def replicated(name: str, shape: Sequence[int], group: Group, init: Init, tp: Ax
     return Section(name, tuple(shape), 0, shape[0], 0, group, init, tp.size, tp.rank)
 
 
-class _ColumnProduct(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     """y = x W^T + b with the input's gradient communicated while the weight's is computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        tp: Axis,
+        sequence_parallel: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
-        if sequence_parallel:
-            x = collectives.PendingGather(x, tp).wait()
-        return F.linear(x, weight, bias)
+        whole = collectives.PendingGather(x, tp).wait() if sequence_parallel else x
+        scales = products.scale(whole), products.scale(weight)
+        ctx.save_for_backward(x, weight, *scales)
+        ctx.products, ctx.tp, ctx.sequence_parallel = products, tp, sequence_parallel
+        return products.output(whole, weight, bias, *scales)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, x_scale, weight_scale = ctx.saved_tensors
+        products: Products = ctx.products
         tp: Axis = ctx.tp
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         gather = None
         if ctx.sequence_parallel and need_weight:
             gather = collectives.PendingGather(x, tp)
-        grad_x = grad @ weight if need_x else None
+        scale = products.scale(grad, gradient=True)
+        grad_x = products.grad_input(grad, weight, scale, weight_scale) if need_x else None
         scatter = reduction = None
         if grad_x is not None and ctx.sequence_parallel:
             scatter = collectives.PendingReduceScatter(grad_x, tp)
@@ -187,13 +220,13 @@ class _ColumnProduct(torch.autograd.Function):
         grad_weight = None
         if need_weight:
             whole = x if gather is None else gather.wait()
-            grad_weight = grad.flatten(0, -2).mT @ whole.flatten(0, -2)
+            grad_weight = products.grad_weight(grad, whole, scale, x_scale)
         grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
         if scatter is not None:
             grad_x = scatter.wait()
         if reduction is not None:
             reduction.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _SumRowGradients(torch.autograd.Function):

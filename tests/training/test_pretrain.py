@@ -1,8 +1,10 @@
 """Whole runs: the same on every split, repeatable, and resumed as if never interrupted."""
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
@@ -10,6 +12,7 @@ from megadiff.checkpoint.storage import save
 from megadiff.config import ConfigError, load_config, to_dict
 from megadiff.data.indexed_dataset import DataError
 from megadiff.models.decoder import Decoder
+from megadiff.training.pretrain import compute_in_float8
 from tests.distributed import run_distributed
 from tests.training.small import VOCABULARY, flags, losses, read, train, write_data
 
@@ -251,3 +254,19 @@ def test_a_run_on_a_gpu_resumes_bit_for_bit(data: str, tmp_path: Path) -> None:
     train([*parts, "--load", str(tmp_path / "saved")])
     for kind in ("train", "validation"):
         assert losses(tmp_path / "parts", kind) == losses(tmp_path / "whole", kind)
+
+
+def test_float8_is_refused_by_name_where_it_can_not_be(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"--fp8 needs a GPU of the Hopper .* this is a CPU"):
+        train(flags(data, "--bf16", "--fp8", "--seq-length", "16"))
+    model, gpu = torch.nn.ModuleList(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="this is NVIDIA A100"):
+        compute_in_float8(model, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "megadiff.parallel.float8", None)
+    with pytest.raises(ConfigError, match=r"pip install 'megadiff\[fp8\]'"):
+        compute_in_float8(model, gpu)
