@@ -12,7 +12,12 @@ from megadiff.kernels.reference import wide
 LLAMA3_CONTEXT = 8192
 
 
-def rotary_frequencies(dim: int, base: float, scaling_factor: float | None = None) -> Tensor:
+def rotary_frequencies(
+    dim: int,
+    base: float,
+    scaling_factor: float | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """`base^(-2i / dim)`, `[dim / 2]` float64: the turn per position of each pair of columns.
 
     `scaling_factor` stretches them as Llama 3.1 does ("llama3" in Hugging Face's configurations):
@@ -21,7 +26,7 @@ def rotary_frequencies(dim: int, base: float, scaling_factor: float | None = Non
     """
     if dim % 2:
         raise ValueError(f"the rotary width must be even; got {dim}")
-    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if scaling_factor is None:
         return frequencies
     turns = LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # in the original context
@@ -38,7 +43,8 @@ def rotary_cos_sin(
     where a position of 10^6 keeps all its digits. Returned in float64 for float64 positions, else
     in float32.
     """
-    frequencies = rotary_frequencies(dim, base, scaling_factor).to(positions.device)
+    # made on the device: a copy from the host would wait for all that runs there
+    frequencies = rotary_frequencies(dim, base, scaling_factor, positions.device)
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)

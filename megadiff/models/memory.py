@@ -4,14 +4,17 @@ Weights, gradients and optimizer are counted from the parameters. Activations ar
 needs of the fused operators, in elements for one token of one layer (h hidden, f width of the MLP,
 q, k, v, o widths of the projections and of the mixer's output; all but h over the tensor ranks):
 
-    two norms and their outputs              4 h   (over the tensor ranks under sequence parallel)
+    two norms: input in float32, output      2 (2 h + h)   (h over the tensor ranks under
+                                             sequence parallel; 2 (h + h) if all is float32)
     projection, rotated q and k              2 (q + k) + v
     attention, both branches and statistics  2 o   (with a norm of the heads 3 o; recomputed: o)
     gate and up, and their product           3 f   (without a gate 2 f)
 
-Context parallelism adds keys and values of the whole sequence. Full recomputation keeps h for each
-run and, for a moment, one run in full. A stage holds this for as many micro-batches as its schedule
-has in flight; the last one also holds the logits and their gradient.
+Context parallelism keeps copies instead of the projection: q, keys and values of the whole
+sequence, and one o more. Full recomputation keeps h for each run. A stage holds this for as many
+micro-batches as its schedule has in flight. At the peak there are besides, on the last stage the
+logits and their gradient, else one run in full where it is recomputed, with the gradients of an
+MLP.
 """
 
 from dataclasses import dataclass
@@ -95,19 +98,17 @@ def _activations(config: Config, model: Model, world_size: int) -> int:
         elements = 0
         for layers, again in chunk.recompute.runs(chunk.stage.layers):
             run = sum(
-                layer_elements(m, m.mixer_of_layer(i), mesh, tokens, hidden, chunk.recompute)
+                layer_elements(m, m.mixer_of_layer(i), mesh, tokens, hidden, width, chunk.recompute)
                 for i in layers
             )
             elements += hidden if again else run
-            moment = max(moment, run if again else 0)
-        if chunk.final_norm is not None:
-            vocab = padded_vocab_size(
-                m.vocab_size or 0, m.make_vocab_size_divisible_by, mesh.tp.size
-            )
-            logits = tokens * vocab // mesh.tp.size
-            elements += 2 * hidden + logits
-            moment = max(moment, logits)
+            moment = max(moment, (run if again else 0) + 2 * hidden + mlp_elements(m, mesh, tokens))
         kept.append(elements)
+        if chunk.final_norm is not None:
+            divisible_by = m.make_vocab_size_divisible_by
+            vocab = padded_vocab_size(m.vocab_size or 0, divisible_by, mesh.tp.size)
+            whole = tokens * (m.hidden_size + 2 * vocab // mesh.tp.size)  # x of the product, logits
+            moment = max(moment, norm_elements(hidden, width) - hidden + whole)
     total = flying * sum(kept) // len(kept) + moment
     if mesh.pp.size > 1:  # receive buffers of every micro-batch, forward and backward
         ends = sum(chunk.stage.first + chunk.stage.last for chunk in model.chunks)
@@ -133,26 +134,39 @@ def layer_elements(
     mesh: ParallelMesh,
     tokens: int,
     hidden: int,
+    width: int,
     recompute: Recompute,
 ) -> int:
     """Elements that one layer keeps for the backward of a micro-batch; see above.
 
-    `tokens` are this rank's, `hidden` the elements of its hidden state.
+    `tokens` are this rank's, `hidden` the elements of its hidden state, `width` bytes an element.
     """
     tp = mesh.tp.size
-    mlp = tokens * (3 if m.swiglu else 2) * m.ffn_size // tp
+    around = 2 * norm_elements(hidden, width) + mlp_elements(m, mesh, tokens)
     if mixer in DELTA_MIXERS:
         keys, values = (m.delta_heads * width // tp for width in m.delta_widths)
         # q and k projected, convolved and normalised; v projected and convolved; gate, output, norm
-        return 4 * hidden + mlp + tokens * (6 * keys + 6 * values)
+        return around + tokens * (6 * keys + 6 * values)
     branches = 1 if mixer == "standard" else 2
     d = m.head_width(mixer)
     d_v = 2 * d if mixer == "diff_v1" and m.diff_value_width == "2d" else d
     heads, groups = m.num_attention_heads // tp, max(1, m.query_groups // tp)
     q, k = branches * heads * d, groups * d * (2 if mixer == "diff_v1" else 1)
     v, o = groups * d_v, heads * d_v
-    outputs = 1 if recompute.granularity == "selective" else 2
-    if mixer == "diff_v1" and m.diff_head_norm != "none" and outputs == 2:
+    recomputed = recompute.granularity == "selective"
+    outputs = 1 if recomputed else 2
+    if mixer == "diff_v1" and m.diff_head_norm != "none" and not recomputed:
         outputs = 3
-    gathered = (k + v) * mesh.cp.size if mesh.cp.size > 1 else 0
-    return 4 * hidden + mlp + tokens * (2 * (q + k) + v + outputs * o + gathered)
+    if mesh.cp.size > 1 and not recomputed:
+        return around + tokens * (q + (k + v) * mesh.cp.size + (outputs + 1) * o)
+    return around + tokens * (2 * (q + k) + v + outputs * o)
+
+
+def norm_elements(hidden: int, width: int) -> int:
+    """What a norm keeps: its output, and its input in at least float32."""
+    return hidden * (1 + max(4, width) // width)
+
+
+def mlp_elements(m: ModelConfig, mesh: ParallelMesh, tokens: int) -> int:
+    """What the MLP keeps between its products."""
+    return tokens * (3 if m.swiglu else 2) * m.ffn_size // mesh.tp.size

@@ -4,6 +4,7 @@ All take an `Axis` and do nothing where its size is 1. Tensors are `[batch, sequ
 sequence is dim 1.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,36 +18,86 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_LONG = 4 << 20  # bytes of a sequence that fills a message of its own
+
+
+def halves(batch: int) -> list[slice]:
+    """The sequences of a batch in two parts: one travels while the other is computed."""
+    middle = batch // 2
+    return [slice(0, middle), slice(middle, batch)] if middle else [slice(0, batch)]
+
+
+def _messages(rows: slice, sequence: Tensor) -> list[slice]:
+    """`rows` in messages. A sequence alone arrives where it belongs, several need a copy."""
+    if sequence.numel() * sequence.element_size() < _LONG:
+        return [rows]
+    return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
+
+
 class PendingGather:
-    """An all-gather along dim 1 that has been started; `wait` gives the whole tensor."""
+    """An all-gather along dim 1 that has been started; `wait` gives the whole tensor, or `rows`.
+
+    `pieces` are the rows (sequences) to wait for and compute with one after the other.
+    """
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
-        self.axis = axis
-        self.x = x.contiguous()
-        self.out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-        self.work = all_gather_single(self.out, self.x, group=axis.group, async_op=True)
+        self._x, n = x.contiguous(), axis.size
+        self._whole = x.new_empty((x.shape[0], n * x.shape[1], *x.shape[2:]))
+        self.pieces = halves(x.shape[0])
+        self._running: list[tuple[slice, Tensor, Any]] = []
+        for piece in self.pieces:
+            for rows in _messages(piece, self._whole[0]):
+                part = self._x[rows].flatten(0, 1)
+                out = self._whole[rows].flatten(0, 1)
+                if rows.stop - rows.start > 1:
+                    out = torch.empty_like(out)
+                work = all_gather_single(out, part, group=axis.group, async_op=True)
+                self._running.append((rows, out, work))
 
-    def wait(self) -> Tensor:
-        assert self.work is not None
-        self.work.wait()
-        parts = self.out.unflatten(0, (self.axis.size, -1))
-        return parts.movedim(0, 1).flatten(1, 2)  # a copy only for more than one sequence
+    def wait(self, rows: slice | None = None) -> Tensor:
+        rows = rows or slice(0, self._whole.shape[0])
+        while self._running and self._running[0][0].start < rows.stop:
+            arrived, out, work = self._running.pop(0)
+            work.wait()
+            count, length = arrived.stop - arrived.start, self._x.shape[1]
+            if count > 1:
+                parts = out.view(-1, count, length, *self._x.shape[2:]).movedim(0, 1)
+                self._whole[arrived].unflatten(1, (-1, length)).copy_(parts)
+        return self._whole[rows]
 
 
 class PendingReduceScatter:
-    """A reduce-scatter along dim 1 that has been started; `wait` gives this rank's part."""
+    """Sums over ranks of `[b, s, ...]`, of which this one keeps `[b, s / n, ...]`.
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        batch, sequence = x.shape[:2]
-        parts = x.reshape(batch, axis.size, sequence // axis.size, *x.shape[2:]).movedim(1, 0)
-        self.parts = parts.flatten(0, 1)
-        self.out = self.parts.new_empty((batch, *self.parts.shape[1:]))
-        self.work = reduce_scatter_single(self.out, self.parts, group=axis.group, async_op=True)
+    `start` takes the rows (sequences) as they are ready, `wait` gives the sums.
+    """
+
+    def __init__(self, shape: Sequence[int], like: Tensor, axis: Axis) -> None:
+        self._axis = axis
+        self._out = like.new_empty((shape[0], shape[1] // axis.size, *shape[2:]))
+        self._running: list[tuple[Tensor, Any]] = []
+
+    def start(self, rows: slice, x: Tensor) -> None:
+        for message in _messages(rows, x[0]):
+            part = x[message.start - rows.start : message.stop - rows.start]
+            part = part.unflatten(1, (self._axis.size, -1)).movedim(1, 0).contiguous()
+            out = self._out[message].flatten(0, 1)
+            work = reduce_scatter_single(
+                out, part.flatten(0, 2), group=self._axis.group, async_op=True
+            )
+            self._running.append((part, work))
 
     def wait(self) -> Tensor:
-        assert self.work is not None
-        self.work.wait()
-        return self.out
+        for _, work in self._running:
+            work.wait()
+        self._running = []
+        return self._out
+
+
+def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    scatter = PendingReduceScatter(x.shape, x, axis)
+    scatter.start(slice(0, x.shape[0]), x)
+    return scatter.wait()
 
 
 class _Copy(torch.autograd.Function):
@@ -82,14 +133,14 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return PendingReduceScatter(grad, ctx.axis).wait(), None
+        return _reduce_scatter(grad, ctx.axis), None
 
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return PendingReduceScatter(x, axis).wait()
+        return _reduce_scatter(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -49,6 +49,8 @@ def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
 class Float8Products(Products):
     """Products of float8 tensors; each takes the scales that `scale` gave for its operands."""
 
+    scaled = True
+
     def __init__(self, emulate: bool = False) -> None:
         output, gradient = ScaledMMConfig(emulate, True), ScaledMMConfig(emulate, False)
         config = LinearMMConfig(output, gradient, gradient)
@@ -84,13 +86,23 @@ class Float8Products(Products):
         return self._scale(x, torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
 
     def output(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *scales: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         y = self._output(x.flatten(0, -2), weight, *scales).unflatten(0, x.shape[:-1])
+        if out is not None:
+            return out.copy_(y)
         return y if bias is None else y + bias
 
-    def grad_input(self, grad: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
-        return self._grad_input(grad.flatten(0, -2), weight, *scales).unflatten(0, grad.shape[:-1])
+    def grad_input(
+        self, grad: Tensor, weight: Tensor, *scales: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        y = self._grad_input(grad.flatten(0, -2), weight, *scales).unflatten(0, grad.shape[:-1])
+        return y if out is None else out.copy_(y)
 
     def grad_weight(self, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)

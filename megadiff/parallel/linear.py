@@ -54,21 +54,35 @@ def shard(features: int, parts: int, axis: Axis) -> Shard:
 class Products:
     """The products of a linear layer and its gradients; `float8` has others.
 
-    `scale` is what a product needs to know of each operand, None here.
+    `scale` is what a product needs to know of each whole operand where they are `scaled`, else
+    None. `out`: where the result goes, a contiguous part of a larger one.
     """
+
+    scaled = False
 
     def scale(self, x: Tensor, *, gradient: bool = False) -> Tensor | None:
         return None
 
     def output(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *scales: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """x W^T + b, `[..., out]`; scales of x and W."""
-        return F.linear(x, weight, bias)
+        """x W^T + b, `[..., out]`, without b in `out`; scales of x and W."""
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x.flatten(0, -2), weight.T, out=out.flatten(0, -2))
 
-    def grad_input(self, grad: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
+    def grad_input(
+        self, grad: Tensor, weight: Tensor, *scales: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         """`[..., in]`; scales of the gradient and of W."""
-        return grad @ weight
+        if out is None:
+            return grad @ weight
+        return torch.mm(grad.flatten(0, -2), weight, out=out.flatten(0, -2))
 
     def grad_weight(self, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
         """`[out, in]`; scales of the gradient and of x."""
@@ -163,10 +177,10 @@ class RowParallelLinear(nn.Module):
             self.bias = make_parameter((out_features,), [section], **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Product.apply(x, self.weight, None, self.products, Axis(), False)
         if self.sequence_parallel:
-            y = collectives.scatter_sequence(y, self.tp)
+            y = _ScatteredProduct.apply(x, self.weight, self.products, self.tp)
         else:
+            y = _Product.apply(x, self.weight, None, self.products, Axis(), False)
             y = collectives.reduce_from_group(y, self.tp)
         if self.bias is None:
             return y
@@ -182,7 +196,11 @@ def replicated(name: str, shape: Sequence[int], group: Group, init: Init, tp: Ax
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T + b with the input's gradient communicated while the weight's is computed."""
+    """y = x W^T + b; messages travel while products are computed.
+
+    Under sequence parallelism the input arrives in two parts, of which the second travels during
+    the first one's product. The input's gradient is communicated while the weight's is computed.
+    """
 
     @staticmethod
     def forward(
@@ -194,11 +212,17 @@ class _Product(torch.autograd.Function):
         tp: Axis,
         sequence_parallel: bool,
     ) -> Tensor:
-        whole = collectives.PendingGather(x, tp).wait() if sequence_parallel else x
+        ctx.products, ctx.tp, ctx.sequence_parallel = products, tp, sequence_parallel
+        gather = collectives.PendingGather(x, tp) if sequence_parallel else None
+        whole = x if gather is None or not products.scaled else gather.wait()
         scales = products.scale(whole), products.scale(weight)
         ctx.save_for_backward(x, weight, *scales)
-        ctx.products, ctx.tp, ctx.sequence_parallel = products, tp, sequence_parallel
-        return products.output(whole, weight, bias, *scales)
+        if gather is None:
+            return products.output(x, weight, bias, *scales)
+        y = x.new_empty((x.shape[0], tp.size * x.shape[1], weight.shape[0]))
+        for rows in gather.pieces:
+            products.output(gather.wait(rows), weight, None, *scales, out=y[rows])
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -210,13 +234,16 @@ class _Product(torch.autograd.Function):
         if ctx.sequence_parallel and need_weight:
             gather = collectives.PendingGather(x, tp)
         scale = products.scale(grad, gradient=True)
-        grad_x = products.grad_input(grad, weight, scale, weight_scale) if need_x else None
-        scatter = reduction = None
-        if grad_x is not None and ctx.sequence_parallel:
-            scatter = collectives.PendingReduceScatter(grad_x, tp)
-        elif grad_x is not None and tp.size > 1:
-            grad_x = grad_x.contiguous()
-            reduction = dist.all_reduce(grad_x, group=tp.group, async_op=True)
+        grad_x = scatter = reduction = None
+        if need_x and ctx.sequence_parallel:
+            scatter = collectives.PendingReduceScatter((*grad.shape[:2], weight.shape[1]), x, tp)
+            for rows in collectives.halves(grad.shape[0]):
+                scatter.start(rows, products.grad_input(grad[rows], weight, scale, weight_scale))
+        elif need_x:
+            grad_x = products.grad_input(grad, weight, scale, weight_scale)
+            if tp.size > 1:
+                grad_x = grad_x.contiguous()
+                reduction = dist.all_reduce(grad_x, group=tp.group, async_op=True)
         grad_weight = None
         if need_weight:
             whole = x if gather is None else gather.wait()
@@ -227,6 +254,42 @@ class _Product(torch.autograd.Function):
         if reduction is not None:
             reduction.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """y = x W^T summed over ranks, of which each keeps its part of the sequence.
+
+    Half of the sum travels while the other half's product is computed, and so do the halves of the
+    gradient in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products, tp: Axis) -> Tensor:
+        scales = products.scale(x), products.scale(weight)
+        ctx.save_for_backward(x, weight, *scales)
+        ctx.products, ctx.tp = products, tp
+        scatter = collectives.PendingReduceScatter((*x.shape[:2], weight.shape[0]), x, tp)
+        for rows in collectives.halves(x.shape[0]):
+            scatter.start(rows, products.output(x[rows], weight, None, *scales))
+        return scatter.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, x_scale, weight_scale = ctx.saved_tensors
+        products: Products = ctx.products
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        gather = collectives.PendingGather(grad, ctx.tp)
+        scale = products.scale(gather.wait(), gradient=True) if products.scaled else None
+        grad_x = None
+        if need_x:
+            grad_x = x.new_empty(x.shape)
+            for rows in gather.pieces:
+                part = gather.wait(rows)
+                products.grad_input(part, weight, scale, weight_scale, out=grad_x[rows])
+        grad_weight = None
+        if need_weight:
+            grad_weight = products.grad_weight(gather.wait(), x, scale, x_scale)
+        return grad_x, grad_weight, None, None
 
 
 class _SumRowGradients(torch.autograd.Function):

@@ -7,7 +7,9 @@ sections. Initialisation, gradient norm, optimizer groups, checkpoints and expor
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -124,20 +126,22 @@ def initialize(module: nn.Module, seed: int) -> None:
 
     Every split of the model starts from the same weights. Meta parameters are left alone.
     """
-    for parameter in module.parameters():
-        if parameter.is_meta:
-            continue
-        parameter.zero_()
-        record = record_of(parameter)
-        for section in record.sections:
-            view = local_view(parameter, section, record.dim)
-            if section.init.std == 0.0:
-                view.fill_(section.init.mean)
-            else:
-                view.copy_(_global_slice(section, record.dim, seed))
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(min(max(cores, 1), 16)) as pool:  # drawing leaves Python to others
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                continue
+            parameter.zero_()
+            record = record_of(parameter)
+            for section in record.sections:
+                view = local_view(parameter, section, record.dim)
+                if section.init.std == 0.0:
+                    view.fill_(section.init.mean)
+                else:
+                    view.copy_(_global_slice(section, record.dim, seed, pool))
 
 
-def _global_slice(section: Section, dim: int, seed: int) -> torch.Tensor:
+def _global_slice(section: Section, dim: int, seed: int, pool: Executor) -> torch.Tensor:
     """Rows `[offset, offset + length)` along `dim` of the section's global initial values, float32.
 
     The global tensor is drawn in blocks of whole rows (of dim 0), each from a generator of its own,
@@ -147,8 +151,8 @@ def _global_slice(section: Section, dim: int, seed: int) -> torch.Tensor:
     row = math.prod(shape[1:])
     rows_per_block = max(1, _BLOCK // max(row, 1))
     first, last = (section.offset, section.offset + section.length) if dim == 0 else (0, shape[0])
-    parts: list[torch.Tensor] = []
-    for block in range(first // rows_per_block, -(-last // rows_per_block)):
+
+    def draw(block: int) -> torch.Tensor:
         begin = block * rows_per_block
         end = min(begin + rows_per_block, shape[0])
         key = hashlib.sha256(f"{seed}/{section.name}/{block}".encode()).digest()
@@ -163,6 +167,9 @@ def _global_slice(section: Section, dim: int, seed: int) -> torch.Tensor:
             values.normal_(section.init.mean, section.init.std, generator=generator)
         if section.init.transform is not None:
             values = section.init.transform(values)
-        parts.append(values[max(first - begin, 0) : min(last, end) - begin])
+        return values[max(first - begin, 0) : min(last, end) - begin]
+
+    blocks = range(first // rows_per_block, -(-last // rows_per_block))
+    parts = list(pool.map(draw, blocks) if len(blocks) > 1 else map(draw, blocks))
     full = torch.cat(parts)
     return full if dim == 0 else full.narrow(dim, section.offset, section.length)

@@ -13,7 +13,7 @@ from megadiff.config import (
     validate,
 )
 from megadiff.models.decoder import Decoder
-from megadiff.models.memory import estimate_memory, layer_elements
+from megadiff.models.memory import estimate_memory, layer_elements, mlp_elements
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import initialize
 from megadiff.parallel.recompute import Recompute
@@ -107,12 +107,13 @@ def test_estimate_is_near_what_is_kept(mixer, granularity):
     validate(config, 1)
     (estimate,) = estimate_memory(config, 1)
     tokens = BATCH * LENGTH
-    logits = tokens * 128  # the vocabulary is padded
-    moment = logits
-    if granularity == "full":  # one layer, for a moment
+    hidden, logits = tokens * m.hidden_size, tokens * 128  # the vocabulary is padded
+    end = 2 * hidden + logits  # what is kept after the layers
+    backward = 2 * hidden + mlp_elements(m, ParallelMesh(), tokens)  # of a layer, for a moment
+    if granularity == "full":
         recompute = Recompute(granularity)
-        moment = layer_elements(m, mixer, ParallelMesh(), tokens, tokens * 64, recompute)
-        moment = max(moment, logits)
+        backward += layer_elements(m, mixer, ParallelMesh(), tokens, hidden, 4, recompute)
+    moment = max(end + logits, backward) - end
     weight = 2 * m.ffn_size * 64  # the largest, whose gradient stands beside its buffer
     kept, _ = kept_bytes_and_gradients(mixer, Recompute(granularity))
     share = kept / (estimate.activations - 4 * (moment + weight))

@@ -1,0 +1,35 @@
+"""Gathers and sums along the sequence, whole and in the parts that overlap with products."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megadiff.parallel import collectives
+from megadiff.parallel.collectives import PendingGather, PendingReduceScatter
+from megadiff.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+
+
+def job(batch: int, long: int) -> None:
+    """`long`: bytes from which a sequence is a message of its own."""
+    collectives._LONG = long
+    axis = build_mesh(tensor=dist.get_world_size()).tp
+    x = torch.arange(batch * 12 * 3, dtype=torch.float64).view(batch, 12, 3)
+    part = x.chunk(axis.size, dim=1)[axis.rank]
+
+    gather = PendingGather(part, axis)
+    for rows in gather.pieces:
+        assert torch.equal(gather.wait(rows), x[rows])
+    assert torch.equal(gather.wait(), x)
+
+    scatter = PendingReduceScatter(x.shape, x, axis)
+    for rows in collectives.halves(batch):
+        scatter.start(rows, (axis.rank + 1) * x[rows])
+    ranks = axis.size * (axis.size + 1) // 2
+    assert torch.equal(scatter.wait(), ranks * part)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("long", [0, 1 << 20], ids=["a_message_each", "together"])
+def test_parts_arrive_in_their_places(batch, long):
+    run_distributed(3, job, batch, long)
