@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def block_ms(preset: str, shape: tuple[int, int], steps: int, kind: str, device: str) -> float:
-    """Median milliseconds of one block's forward and backward; the first of four runs of `steps` is warm-up."""
+    """Median milliseconds of one block, forward and backward; the first of four runs warms up."""
     folder = Path(__file__).resolve().parents[1] / "configs"
     config = load_config(["--config", str(folder / preset / "diff_v2.yaml")]).model
     config.vocab_size = 256
