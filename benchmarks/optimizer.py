@@ -22,12 +22,12 @@ import torch
 
 from megadiff.config import ModelConfig, OptimizerConfig
 from megadiff.models.decoder import Decoder
-from megadiff.optim.apex import find_apex_adam
 from megadiff.optim.optimizer import Optimizer
+from megadiff.parallel.apex import NOT_INSTALLED, find_apex_adam
 from megadiff.parallel.parameter import initialize
 
 WAYS: dict[str, dict[str, Any]] = {
-    "adam": {},
+    "adam": {"adam_kernel": "torch"},
     "adam_bf16_gradients": {"accumulate_allreduce_grads_in_fp32": False},
     "adam_kahan": {"main_weights": "kahan"},
     "adam_stochastic": {"main_weights": "stochastic"},
@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     for way in args.ways:
         if way == "adam_apex" and find_apex_adam() is None:
-            print("adam_apex: NVIDIA Apex with its CUDA extensions is not installed")
+            print(f"adam_apex: {NOT_INSTALLED}")
             continue
         result = {"way": way, **measure(args, OptimizerConfig(**WAYS[way]))}
         print(

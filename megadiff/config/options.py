@@ -303,8 +303,8 @@ class OptimizerConfig:
     adam_beta1: float = _option(0.9, "decay of the first moment")
     adam_beta2: float = _option(0.95, "decay of the second moment")
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
-    adam_kernel: Literal["torch", "apex"] = _option(
-        "torch", "fused AdamW of torch, or of NVIDIA Apex if it is installed"
+    adam_kernel: Literal["auto", "torch", "apex"] = _option(
+        "auto", "fused AdamW of torch or of NVIDIA Apex; auto times both where Apex is installed"
     )
     sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
     muon_momentum: float = _option(0.95, "decay of Muon's Nesterov momentum")

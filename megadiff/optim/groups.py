@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from megadiff.config import OptimizerConfig
-from megadiff.optim.apex import find_apex_adam
 from megadiff.optim.muon import is_muon_matrix
 from megadiff.parallel.parameter import Group, Section, named_sections
 
@@ -38,6 +37,4 @@ def describe_groups(modules: Iterable[nn.Module], config: OptimizerConfig) -> li
         rate = "" if multiplier == 1.0 else f", learning rate x {multiplier:g}"
         count = f"{len(members)} tensors, {sum(members.values()):,} parameters"
         lines.append(f"{group}: {count}, {rule}, {decay}{rate}")
-    if config.adam_kernel == "apex" and find_apex_adam() is None:
-        lines.append("NVIDIA Apex with its CUDA extensions is not installed: torch's AdamW is used")
     return lines

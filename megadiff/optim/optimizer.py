@@ -5,7 +5,7 @@ the device: norm, overflow, clip coefficient and loss scale stay there, and a st
 not finite changes nothing on any rank.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config import OptimizerConfig
-from megadiff.optim.apex import apex_adamw, find_apex_adam
 from megadiff.optim.buckets import Buckets
 from megadiff.optim.groups import group_rule, update_rule
 from megadiff.optim.matrices import WholeMatrices
 from megadiff.optim.muon import is_muon_matrix, muon_step
 from megadiff.optim.scaler import LossScaler
 from megadiff.optim.shards import Range, Shard, StatePiece, Treatment
+from megadiff.parallel.apex import NOT_INSTALLED, apex_adamw, find_apex_adam, milliseconds
 from megadiff.parallel.parameter import Group, Section, record_of
 
 _STATE_KEYS = {
@@ -93,7 +93,7 @@ class Optimizer:
         self._ranges = [r for shard in self.shards for r in shard.ranges]
         self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
         self._alike = list(_alike(r for r in self._ranges if r.treatment.rule != "muon"))
-        self._apex = find_apex_adam() if config.adam_kernel == "apex" else None
+        self._apex: Callable[..., None] | None = None
         self._matrices = None
         if config.optimizer == "muon":
             self._matrices = WholeMatrices(
@@ -107,6 +107,7 @@ class Optimizer:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         half = any(b.parameters.dtype == torch.float16 for b in self.buckets.buckets)
         self.scaler = LossScaler(config, device) if half else None
+        self.adam_kernel = "" if config.optimizer == "sgd" else self._choose_adam_kernel()
 
     def _treatment(self, section: Section) -> Treatment:
         rule = update_rule(section, self.config)
@@ -114,6 +115,33 @@ class Optimizer:
 
     def _state_keys(self, rule: str) -> Sequence[str]:
         return [] if rule == "sgd" and not self.config.sgd_momentum else _STATE_KEYS[rule]
+
+    @torch.no_grad()
+    def _choose_adam_kernel(self, elements: int = 1 << 24) -> str:
+        """Which AdamW runs, and why; Apex's unless it is not there, not asked for or not faster."""
+        asked = self.config.adam_kernel
+        kernel = find_apex_adam()
+        if asked == "torch" or kernel is None:
+            return "AdamW: torch's kernel" + ("" if asked == "torch" else f"; {NOT_INSTALLED}")
+        self._apex = kernel
+        if asked == "apex":
+            return "AdamW: NVIDIA Apex's kernel"
+        flat = [torch.ones(elements, device=self.updates.device) for _ in range(4)]
+        state = {"exp_avg": flat[0], "exp_avg_sq": flat[1]}
+        trial = Range(Treatment("adam", "matrix", True), 0, elements, torch.float32, state)
+        trial.weights, trial.gradient = flat[2:]
+
+        def update(apex: Callable[..., None] | None) -> None:
+            self._apex = apex
+            self._adam([trial], 1e-3, 0.1, self._one.double(), self._one < 0)
+
+        times = milliseconds([lambda: update(kernel), lambda: update(None)], self.updates.device)
+        faster = times[0] < times[1]
+        self._apex = kernel if faster else None
+        return (
+            f"AdamW: {'NVIDIA Apex' if faster else 'torch'}'s kernel; {elements:,} elements take "
+            f"Apex {times[0]:.3f} ms and torch {times[1]:.3f} ms"
+        )
 
     def zero_grad(self, micro_batches: int = 1) -> None:
         """Forget the gradients; the next step sums those of `micro_batches` backward passes."""

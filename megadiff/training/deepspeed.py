@@ -151,6 +151,7 @@ class DeepSpeedEngine:
     def __init__(self, config: Config, env: Environment) -> None:
         deepspeed = _load_library()
         self.config, self.device, self.mesh = config, env.device, env.mesh
+        self.notes: list[str] = []
         self.model = build_model(config, env.mesh, dtype=env.dtype, device=env.device)
         initialize(self.model, config.training.seed)
         for parameter in self.model.parameters():

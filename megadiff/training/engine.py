@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megadiff.checkpoint.state import Tensors, module_tensors
-from megadiff.config import Config
+from megadiff.config import Config, ConfigError
 from megadiff.data.loader import MicroBatch
 from megadiff.models.build import Model, build_model
 from megadiff.optim.optimizer import Optimizer, StepResult
@@ -37,6 +37,7 @@ class Engine(Protocol):
     """This rank's part of the model and of its optimizer."""
 
     model: Model
+    notes: list[str]  # for the log's beginning: which kernels were chosen
 
     @property
     def optimizer(self) -> OptimizerState: ...
@@ -69,6 +70,7 @@ class NativeEngine:
         self.device = env.device
         self.model = build_model(config, env.mesh, dtype=env.dtype, device=env.device)
         initialize(self.model, config.training.seed)
+        self.notes = [compute_in_float8(self.model, env.device)] if config.training.fp8 else []
         self.optimizer = Optimizer(
             self.model,
             config.optimizer,
@@ -77,6 +79,8 @@ class NativeEngine:
             tensor_parallel_group=env.mesh.tp.group,
             ties=self.model.tied_parameters(),
         )
+        if self.optimizer.adam_kernel:
+            self.notes.append(self.optimizer.adam_kernel)
         self.runner = ForwardBackward(
             self.model.chunks,
             env.mesh,
@@ -102,6 +106,23 @@ class NativeEngine:
 
     def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
         return module_tensors(self.model, replica, replicas)
+
+
+def compute_in_float8(model: Model, device: torch.device) -> str:
+    """Linear layers in float8 from now on; says which. Raises ConfigError where that can not be."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise ConfigError(f"--fp8 needs a GPU of the Hopper generation or later, this is {name}")
+    try:
+        from megadiff.parallel.float8 import use_float8
+    except ImportError as error:
+        raise ConfigError(f"--fp8 needs torchao ({error}): pip install 'megadiff[fp8]'") from None
+    try:
+        names = use_float8(model)
+    except ValueError as error:
+        raise ConfigError(f"--fp8: {error}") from None
+    kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in names)
+    return f"float8: {len(names)} linear layers ({', '.join(kinds)}); all else is bfloat16"
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

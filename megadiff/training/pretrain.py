@@ -2,13 +2,11 @@
 
 from contextlib import ExitStack, closing
 
-import torch
 import torch.distributed as dist
 
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
-from megadiff.models.build import Model
 from megadiff.models.flops import ModelSize, model_size
 from megadiff.models.memory import estimate_memory
 from megadiff.optim.groups import describe_groups
@@ -62,13 +60,11 @@ def pretrain(config: Config) -> str:
         log = stack.enter_context(closing(RunLog(config, env.is_main)))
         log.line(to_yaml(config).rstrip())
         engine, size = make_engine(config, env), model_size(config.model, t.seq_length)
-        if t.fp8:
-            log.line(compute_in_float8(engine.model, env.device))
         progress = Progress()
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
         describe(config, size, data, env, log)
-        for line in describe_groups([engine.model], config.optimizer):
+        for line in [*describe_groups([engine.model], config.optimizer), *engine.notes]:
             log.line(f" {line}")
 
         def save(progress: Progress, second: bool) -> None:
@@ -105,23 +101,6 @@ def make_engine(config: Config, env: Environment) -> Engine:
     if not config.training.deepspeed:
         return NativeEngine(config, env)
     return DeepSpeedEngine(config, env)
-
-
-def compute_in_float8(model: Model, device: torch.device) -> str:
-    """Linear layers in float8 from now on; says which. Raises ConfigError where that can not be."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise ConfigError(f"--fp8 needs a GPU of the Hopper generation or later, this is {name}")
-    try:
-        from megadiff.parallel.float8 import use_float8
-    except ImportError as error:
-        raise ConfigError(f"--fp8 needs torchao ({error}): pip install 'megadiff[fp8]'") from None
-    try:
-        names = use_float8(model)
-    except ValueError as error:
-        raise ConfigError(f"--fp8: {error}") from None
-    kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in names)
-    return f" float8: {len(names)} linear layers ({', '.join(kinds)}); all else is bfloat16"
 
 
 def open_manager(

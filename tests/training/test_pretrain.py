@@ -12,7 +12,7 @@ from megadiff.checkpoint.storage import save
 from megadiff.config import ConfigError, load_config, to_dict
 from megadiff.data.indexed_dataset import DataError
 from megadiff.models.decoder import Decoder
-from megadiff.training.pretrain import compute_in_float8
+from megadiff.training.engine import compute_in_float8
 from tests.distributed import run_distributed
 from tests.training.small import VOCABULARY, flags, losses, read, train, write_data
 

@@ -1,17 +1,17 @@
-"""Apex needs a GPU; here its kernel is replaced by one that does what its source says."""
+"""Apex needs a GPU; here its kernels are replaced by some that do what its source says."""
 
 import sys
+import time
 from types import ModuleType
 
 import pytest
 import torch
 
 from megadiff.config import OptimizerConfig
-from megadiff.models.decoder import Decoder
-from megadiff.optim.apex import find_apex_adam
-from megadiff.optim.groups import describe_groups
-from tests.optim.test_groups import MODEL
+from megadiff.optim.optimizer import Optimizer
+from megadiff.parallel import apex
 from tests.optim.test_optimizer import assert_same, train
+from tests.optim.toy import Toy
 
 APEX = OptimizerConfig(adam_kernel="apex", clip_grad=0.7)
 
@@ -49,10 +49,32 @@ def fake_apex(monkeypatch) -> None:
 
 
 def test_apex_trains_like_torch(fake_apex) -> None:
-    expected = train(OptimizerConfig(clip_grad=0.7), torch.float32)
-    assert find_apex_adam() is not None
+    expected = train(OptimizerConfig(adam_kernel="torch", clip_grad=0.7), torch.float32)
     assert_same(train(APEX, torch.float32), expected, 1e-5)
-    assert len(describe_groups([Decoder(MODEL, device="meta")], APEX)) == 4
+    assert Optimizer(Toy(torch.float32), APEX).adam_kernel == "AdamW: NVIDIA Apex's kernel"
+
+
+@pytest.mark.parametrize(("times", "chosen"), [([1, 2], "NVIDIA Apex"), ([2, 1], "torch")])
+def test_the_faster_adam_is_chosen(fake_apex, monkeypatch, times, chosen) -> None:
+    def measure(functions, device):
+        for function in functions:
+            function()  # both run
+        return times
+
+    monkeypatch.setattr("megadiff.optim.optimizer.milliseconds", measure)
+    optimizer = Optimizer(Toy(torch.float32), OptimizerConfig())
+    assert optimizer.adam_kernel == (
+        f"AdamW: {chosen}'s kernel; 16,777,216 elements take "
+        f"Apex {times[0]:.3f} ms and torch {times[1]:.3f} ms"
+    )
+    assert (optimizer._apex is not None) == (chosen == "NVIDIA Apex")
+
+
+def test_times_are_those_of_the_functions() -> None:
+    slow, fast = apex.milliseconds(
+        [lambda: time.sleep(0.02), lambda: time.sleep(0.002)], torch.device("cpu"), repeats=3
+    )
+    assert slow > 20 > fast > 2
 
 
 def test_another_package_called_apex_is_left_alone(monkeypatch) -> None:
@@ -61,11 +83,14 @@ def test_another_package_called_apex_is_left_alone(monkeypatch) -> None:
             raise AssertionError("the other apex was used")
 
     monkeypatch.setitem(sys.modules, "apex", Untouchable("apex"))
-    assert find_apex_adam() is None
+    assert apex.find_apex_adam() is None
+    assert apex.find_apex_rms_norm() is None
 
 
-def test_without_apex_one_line_says_so_and_torch_trains() -> None:
-    lines = describe_groups([Decoder(MODEL, device="meta")], APEX)
-    assert lines[-1].endswith("not installed: torch's AdamW is used")
-    expected = train(OptimizerConfig(clip_grad=0.7), torch.float32)
-    assert_same(train(APEX, torch.float32), expected, 0)
+@pytest.mark.parametrize("kernel", ["auto", "apex"])
+def test_without_apex_one_line_says_so_and_torch_trains(kernel: str) -> None:
+    config = OptimizerConfig(adam_kernel=kernel, clip_grad=0.7)
+    line = Optimizer(Toy(torch.float32), config).adam_kernel
+    assert line == f"AdamW: torch's kernel; {apex.NOT_INSTALLED}"
+    expected = train(OptimizerConfig(adam_kernel="torch", clip_grad=0.7), torch.float32)
+    assert_same(train(config, torch.float32), expected, 0)
