@@ -88,11 +88,12 @@ class Batches:
             rules=self.rules,
             num_workers=num_workers,
             pin_memory=self.pin_memory,
+            check=self._check,
         )
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's part of the global batch that begins after `consumed_samples`."""
-        return self._checked(self._loader.step(consumed_samples, global_batch_size))
+        return self._loader.step(consumed_samples, global_batch_size)
 
     def close(self) -> None:
         """End the threads that make batches ahead."""
@@ -102,7 +103,7 @@ class Batches:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
         loader = self._over(_First(self.dataset, samples), num_workers=0)
         for first in range(0, samples, global_batch_size):
-            batches = self._checked(loader.step(first, global_batch_size))
+            batches = loader.step(first, global_batch_size)
             numbers = sample_numbers(
                 first, global_batch_size, self.micro_batch_size, self.dp.rank, self.dp.size
             )
@@ -110,18 +111,16 @@ class Batches:
                 batch.loss_mask[max(samples - run.start, 0) :] = 0.0
             yield batches
 
-    def _checked(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        for batch in batches:
-            largest = max(int(batch.tokens.max()), int(batch.labels.max()))
-            smallest = min(int(batch.tokens.min()), int(batch.labels.min()))
-            if smallest < 0:
-                raise DataError(f"the {self.name} data hold token {smallest}: they are damaged")
-            if largest >= self.vocab_size:
-                raise DataError(
-                    f"the {self.name} data hold token {largest}, but the vocabulary has "
-                    f"{self.vocab_size}: they were made with another tokenizer"
-                )
-        return batches
+    def _check(self, batch: MicroBatch) -> None:
+        largest = max(int(batch.tokens.max()), int(batch.labels.max()))
+        smallest = min(int(batch.tokens.min()), int(batch.labels.min()))
+        if smallest < 0:
+            raise DataError(f"the {self.name} data hold token {smallest}: they are damaged")
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"the {self.name} data hold token {largest}, but the vocabulary has "
+                f"{self.vocab_size}: they were made with another tokenizer"
+            )
 
 
 @dataclass(frozen=True)
