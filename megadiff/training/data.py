@@ -13,6 +13,7 @@ from megadiff.data.build import (
     Dataset,
     build_named_datasets,
     build_train_valid_test_datasets,
+    note,
 )
 from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
@@ -49,6 +50,11 @@ def set_vocabulary(config: Config) -> int | None:
     if m.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {m.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if m.vocab_size - tokenizer.vocab_size >= m.make_vocab_size_divisible_by:
+        note(
+            f"the vocabulary has {m.vocab_size:,} entries (--vocab-size, or that of the preset), "
+            f"the tokenizer {tokenizer.vocab_size:,}: the others stay unused"
         )
     return tokenizer.eod
 
