@@ -119,7 +119,7 @@ def unescaped(separator: str | None) -> str | None:
     try:
         text = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
         text.encode()
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise DataError(f"--document-separator {separator!r}: {error.reason}") from None
     if not text:
         raise DataError("--document-separator '': at least one character")

@@ -1,8 +1,9 @@
 """From a block of an input file to its documents; what is wrong with one becomes a `Problem`."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megadiff.data.inputs import Block
 
@@ -35,6 +36,8 @@ def read_documents(
 
     Plain text gives its text for the only key. Blank lines of JSON lines are passed over.
     """
+    documents: Iterable[Any]
+    read: Callable[[Any, Sequence[str]], list[str]]
     match block.kind:
         case "error":
             yield Problem(block.source, "", "unreadable file", block.data.decode())
