@@ -8,6 +8,7 @@ format: any split opens them, and in float32 either engine resumes what the othe
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,11 +104,9 @@ class _ModelParallelUnit:
     """The mesh in the words that DeepSpeed asks for it."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
+        assert mesh.device_mesh is not None
         self.mesh = mesh
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        self.groups: dict[str, Any] = {
-            name: getattr(mesh, name).group or alone for name in ("tp", "dp")
-        }
+        self.groups = {name: mesh.device_mesh.get_group(name) for name in ("tp", "dp")}
 
     def get_model_parallel_rank(self) -> int:
         return self.mesh.tp.rank
@@ -142,6 +141,7 @@ def _load_library() -> Any:
         ) from None
     # Its shared-memory collectives for CPUs compile for minutes at first use; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("LOCAL_RANK", "0")  # it insists, for a single process too
     return deepspeed
 
 
