@@ -198,6 +198,8 @@ class DeepSpeedEngine:
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         if norm is None:
             norm = self.engine.get_global_grad_norm()
+            if self.stage == 3 and norm is not None:  # divided by the scale after this step
+                norm = float(norm) * self.optimizer.loss_scale / scale.item()
         self.optimizer.steps += 1
         self.optimizer.updates += not skipped
         return StepResult(
@@ -256,8 +258,10 @@ class DeepSpeedEngine:
         return tensors
 
 
-def _torch_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD with one group for each rule of decay and learning rate."""
+def optimizer_groups(
+    model: nn.Module, config: OptimizerConfig
+) -> dict[tuple[bool, float], list[nn.Parameter]]:
+    """The parameters by their rule of decay and learning rate, in the optimizer's order."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         rules = {group_rule(s.group, config) for s in record_of(parameter).sections}
@@ -265,9 +269,14 @@ def _torch_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
             names = ", ".join(s.name for s in record_of(parameter).sections)
             raise ConfigError(f"DeepSpeed can not treat the parts of one tensor apart: {names}")
         groups.setdefault(rules.pop() if rules else (False, 1.0), []).append(parameter)
+    return groups
+
+
+def _torch_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's AdamW or SGD with one group for each rule of decay and learning rate."""
     options = [
         {"params": members, "decays": decays, "multiplier": multiplier}
-        for (decays, multiplier), members in groups.items()
+        for (decays, multiplier), members in optimizer_groups(model, config).items()
     ]
     if config.optimizer == "sgd":
         return torch.optim.SGD(options, lr=config.lr, momentum=config.sgd_momentum)

@@ -27,7 +27,7 @@ STEPS = 5
 GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 12, 61
 
 
-def config_of(stage: str | None, tensor: int, *flags: str) -> Config:
+def words_of(stage: str | None, tensor: int, *flags: str) -> list[str]:
     """A small V1 and V2 model; `stage` names a file of configs/deepspeed, None is native."""
     words = [
         "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
@@ -39,7 +39,11 @@ def config_of(stage: str | None, tensor: int, *flags: str) -> Config:
     ]  # fmt: skip
     if stage is not None:
         words += ["--deepspeed", "--deepspeed_config", str(CONFIGS / f"{stage}.json")]
-    return load_config([*words, *flags])
+    return [*words, *flags]
+
+
+def config_of(stage: str | None, tensor: int, *flags: str) -> Config:
+    return load_config(words_of(stage, tensor, *flags))
 
 
 def micro_batches(step: int, rank: int, data: int) -> list[MicroBatch]:
