@@ -40,7 +40,7 @@ QUICK = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="+", default=ENGINES)
-    parser.add_argument("--config", default="configs/830M/diff_v2.yaml")
+    parser.add_argument("--config", default="configs/125M/diff_v2.yaml")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU")

@@ -33,7 +33,9 @@ def set_vocabulary(config: Config) -> int | None:
     d, m = config.data, config.model
     files = d.tokenizer_model or d.vocab_file or d.tokenizer_type == "ByteTokenizer"
     if d.tokenizer_type == "NullTokenizer" and m.vocab_size is not None:
-        m.vocab_size += 1  # as in Megatron-LM, the end of document comes on top
+        if d.tokenizer_model != str(m.vocab_size - 1):  # else a run's config.yaml, read back
+            d.tokenizer_model = str(m.vocab_size)
+            m.vocab_size += 1  # as in Megatron-LM, the end of document comes on top
         return m.vocab_size - 1
     if not files and m.vocab_size is None:
         raise ConfigError(

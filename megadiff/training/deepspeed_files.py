@@ -251,7 +251,7 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
     if output.exists():
         raise CheckpointError(f"{output} exists already")
     metadata = read_metadata(source)
-    if "progress" not in metadata:
+    if "optimizer" not in metadata:
         raise CheckpointError(f"{source} holds weights alone")
     values = to_dict(checkpointing.saved_config(source, metadata))
     for section in ("parallel", "checkpoint", "logging"):  # of the run that saved it
