@@ -78,6 +78,11 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
     for key, value in wanted.items():
         _fill(settings, key, value, path)
     stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if stage == 0 and t.dtype != "float32" and config.parallel.tensor_model_parallel_size > 1:
+        raise ConfigError(  # seen in 0.19.8; at stage 1 and above, and in float32, it is right
+            f"{path}: at ZeRO stage 0 in 16 bits DeepSpeed's gradient norm leaves out the tensor "
+            "ranks but one; use stage 1"
+        )
     if t.bf16 and stage > 0:
         _fill(settings, "data_types.grad_accum_dtype", "fp32", path)
     # The optimizer below is torch's own, on the CPU too where it is offloaded.

@@ -277,6 +277,13 @@ def test_contradictions_are_refused(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def test_a_wrong_norm_is_refused():
+    config = config_of("zero0", 2, "--bf16")
+    validate(config, 4)
+    with pytest.raises(ConfigError, match=r"zero0.json: at ZeRO stage 0 in 16 bits"):
+        read_settings(config, 4)
+
+
 def test_auto_and_missing_values_are_filled():
     config = config_of("zero2", 1)
     validate(config, 2)
