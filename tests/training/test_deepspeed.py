@@ -13,7 +13,7 @@ from megadiff.data.loader import MicroBatch
 from megadiff.optim.scaler import LossScaler
 from megadiff.training import metrics
 from megadiff.training.checkpointing import optimizer_tensors
-from megadiff.training.deepspeed import DeepSpeedEngine, read_settings
+from megadiff.training.deepspeed import DeepSpeedEngine, _load_library, read_settings
 from megadiff.training.engine import Engine, NativeEngine
 from megadiff.training.setup import start
 from megadiff.training.zero_state import load_scaler, scaler_state
@@ -186,8 +186,8 @@ def test_each_opens_the_others_checkpoints(tmp_path, stage, precision):
     assert ("good_steps" in scalars[0]) == (precision == HALF)
 
 
-def test_the_loss_scale_goes_on_where_it_was():
-    """Saved at any step and loaded anew, by DeepSpeed or by us up to the next overflow."""
+def follow_scalers() -> None:
+    _load_library().init_distributed("gloo")  # its scaler asks for the rank
     arguments = {"init_scale": 256.0, "scale_window": 3, "min_scale": 1.0, "delayed_shift": 2}
     config = config_of(None, 1, "--fp16", "--loss-scale-window", "3").optimizer
     overflows = [step in (2, 3, 7, 8, 9, 22) for step in range(40)]
@@ -211,6 +211,11 @@ def test_the_loss_scale_goes_on_where_it_was():
             assert again.cur_scale == scaler.cur_scale
             comparable &= not overflow
             assert not comparable or native.scale.item() == scaler.cur_scale
+
+
+def test_the_loss_scale_goes_on_where_it_was():
+    """Saved at any step and loaded anew, by DeepSpeed or by us up to the next overflow."""
+    run_distributed(1, follow_scalers)
 
 
 def half(stage: str, flags: tuple[str, ...]) -> Any:
