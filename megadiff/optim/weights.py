@@ -79,7 +79,7 @@ class KahanWeights(MainWeights):
 
     def store(self, updated: Tensor, step: int) -> None:
         self.parameters.copy_(updated)
-        self._lost.copy_(updated.sub_(self.parameters))
+        torch.sub(updated, self.parameters, out=self._lost)
 
     def reset(self) -> None:
         self._lost.zero_()
@@ -105,18 +105,19 @@ class StochasticWeights(MainWeights):
         key = hashlib.sha256(f"{self._name}/{step}".encode()).digest()
         generator = torch.Generator(updated.device)
         generator.manual_seed(int.from_bytes(key[:8], "little", signed=True))
-        self.parameters.copy_(round_stochastically(updated, generator))
+        round_stochastically(updated, generator, out=self.parameters)
 
 
-def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Finite float32 `x` to bfloat16, to either neighbour with a probability by its nearness.
+def round_stochastically(x: Tensor, generator: torch.Generator, out: Tensor) -> None:
+    """Finite float32 `x` to bfloat16 `out`, to either neighbour with a probability by its nearness.
 
     Bfloat16 is the upper half of float32: random lower bits carry into it as often as they should.
     """
     noise = torch.randint(
         0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
     )
-    return (noise.add_(x.view(torch.int32)) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    noise.add_(x.view(torch.int32))
+    torch.bitwise_right_shift(noise, 16, out=out.view(torch.int16))
 
 
 def make_main_weights(parameters: Tensor, mode: Mode, name: str) -> MainWeights:

@@ -18,13 +18,15 @@ def test_stochastic_rounding_has_the_right_mean() -> None:
     step = 2.0**-7  # between neighbours in [1, 2)
     for value in (1 + step / 4, -1 - step / 4):
         x = torch.full((40_000,), value)
-        rounded = round_stochastically(x, torch.Generator().manual_seed(0))
+        rounded = torch.empty_like(x, dtype=torch.bfloat16)
+        round_stochastically(x, torch.Generator().manual_seed(0), out=rounded)
         sign = 1 if value > 0 else -1
         assert {sign * v for v in rounded.float().unique().tolist()} == {1.0, 1.0 + step}
         up = (rounded.float() * sign > 1).float().mean().item()
         assert up == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / 40_000) ** 0.5)
     exact = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    again = round_stochastically(exact.float(), torch.Generator().manual_seed(0))
+    again = torch.empty_like(exact)
+    round_stochastically(exact.float(), torch.Generator().manual_seed(0), out=again)
     assert torch.equal(again, exact)
 
 
