@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megadiff.checkpoint import directory as layout
+from megadiff.checkpoint.local import find_local, local_root, own_tensors, save_local
 from megadiff.checkpoint.ranks import CheckpointError, Ranks, describe
 from megadiff.checkpoint.staging import HostBuffers
 from megadiff.checkpoint.state import Tensors
@@ -32,17 +33,19 @@ def find_checkpoint(
     step: int | None = None,
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
+    before: int | None = None,
 ) -> Path | None:
     """The checkpoint to load from `root`, the same on all ranks; None when there is none at all.
 
     It is the one that the tracker names or, if that is damaged or the tracker unreadable, the
-    newest whole one, and a warning says so. `verify` also compares checksums (all ranks share the
+    newest whole one, and a warning says so. With `before`, the newest whole one of fewer steps than
+    that, whatever the tracker names. `verify` also compares checksums (all ranks share the
     reading). Raises CheckpointError on all ranks when `step` is named and not whole, or when there
     are checkpoints but none is whole.
     """
     root, ranks = Path(root), Ranks(group)
     steps, first, note = ranks.first(
-        f"cannot look for checkpoints in {root}", lambda: _candidates(root, step)
+        f"cannot look for checkpoints in {root}", lambda: _candidates(root, step, before)
     )
     if not steps:
         return None
@@ -69,20 +72,29 @@ def find_checkpoint(
 
 
 def find_newest(
-    roots: Sequence[str | Path], verify: bool = True, group: dist.ProcessGroup | None = None
+    roots: Sequence[str | Path],
+    verify: bool = True,
+    group: dist.ProcessGroup | None = None,
+    before: int | None = None,
+    local: str | Path | None = None,
+    fits: Callable[[dict[str, dict]], bool] | None = None,
 ) -> Path | None:
     """The one with the latest step among what `find_checkpoint` finds in each of `roots`.
 
     A place where nothing is whole is told of and passed over while another has a whole checkpoint.
+    With `local`, also what `find_local` finds there with `fits`.
     """
     found: list[Path] = []
     errors: list[CheckpointError] = []
     for root in roots:
         try:
-            path = find_checkpoint(root, verify=verify, group=group)
+            path = find_checkpoint(root, verify=verify, group=group, before=before)
             found += [] if path is None else [path]
         except CheckpointError as error:
             errors.append(error)
+    if local is not None:
+        path = find_local(local, group, before, fits)
+        found += [] if path is None else [path]
     if errors and not found:
         raise errors[0]
     for error in errors:
@@ -91,11 +103,16 @@ def find_newest(
     return max(found, key=lambda path: layout.step_of(path), default=None)
 
 
-def _candidates(root: Path, step: int | None) -> tuple[list[int], int | None, str]:
+def _candidates(
+    root: Path, step: int | None, before: int | None
+) -> tuple[list[int], int | None, str]:
     """Steps to try in this order, the one that is meant, and a remark on the tracker."""
     if step is not None:
         return [step], step, ""
     steps = layout.list_steps(root)[::-1]
+    if before is not None:
+        steps = [s for s in steps if s < before]
+        return steps, steps[0] if steps else None, ""
     if not steps:
         if (root / layout.TRACKER).exists():
             raise CheckpointError(f"{layout.TRACKER} is there, but no checkpoint")
@@ -120,8 +137,9 @@ def _tell(found: dict[int, list[str]], note: str) -> str:
 class CheckpointManager:
     """Saves checkpoints into `root`, keeps the last `keep_last` and every `keep_every`-th step.
 
-    `second` is another place, which all ranks see too but which may be lost, for saves in between:
-    a memory disk, a burst buffer. It holds one checkpoint.
+    `second` is another place, which may be lost, for saves in between. It holds one checkpoint. All
+    ranks see it too (a memory disk, a burst buffer), or with `local` each node has its own, where
+    every rank writes all it holds and no other rank reads.
 
     With `background`, training waits only until its tensors are copied to host memory; a thread
     with a gloo group of its own writes them. `proven` is the step that the run was resumed from,
@@ -138,6 +156,7 @@ class CheckpointManager:
         background: bool = False,
         proven: int | None = None,
         second: str | Path | None = None,
+        local: bool = False,
     ):
         self.root = Path(root)
         self.second = None if second is None else Path(second)
@@ -146,19 +165,26 @@ class CheckpointManager:
         if dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._ranks = Ranks(group)
+        self._local = local
+        if local and self.second is not None:
+            self.second = local_root(self.second, self._ranks)
         self._buffers = HostBuffers() if background else None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._report: str | None = None
-        for place in (self.root, self.second):
-            if place is not None:
-                what = f"cannot save checkpoints in {place}"
-                self._ranks.first(what, lambda place=place: _try_to_write(place))
+        self._ranks.first(
+            f"cannot save checkpoints in {self.root}", lambda: _try_to_write(self.root)
+        )
+        if self.second is not None:
+            place = self.second
+            on = self._ranks.all if local else self._ranks.first
+            on(f"cannot save checkpoints in {place}", lambda: _try_to_write(place))
 
     def reserve(self, tensors: Tensors) -> None:
         """Allocate now the host memory that the first background save would have to wait for."""
         if self._buffers is not None:
             buffers = self._buffers
+            tensors = own_tensors(tensors) if self._local else tensors  # the larger of the two
             self._ranks.all(
                 "no memory for saving in the background", lambda: buffers.reserve(tensors)
             )
@@ -177,6 +203,8 @@ class CheckpointManager:
         self._join()
         root, buffers = self.second if second else self.root, self._buffers
         assert root is not None, "there is no second place"
+        if second and self._local:
+            tensors = own_tensors(tensors)
         if buffers is None:
             self._write(root, step, tensors, metadata)
         else:
@@ -245,6 +273,12 @@ class CheckpointManager:
         what = f"cannot save {layout.checkpoint_path(root, step)}"
         saving = layout.saving_path(root, step)
         start = time.perf_counter()
+        if self._local and root == self.second:
+            self._ranks.all(what, lambda: save_local(root, step, tensors, metadata, self._ranks))
+            for old in layout.list_steps(root):  # now that every rank has this one
+                if old != step:
+                    layout.remove(layout.checkpoint_path(root, old))
+            return
         self._ranks.first(what, lambda: layout.sweep(root))
         try:
             save(saving, tensors, metadata, self._ranks.group)
@@ -262,6 +296,33 @@ class CheckpointManager:
                 f"{size / seconds / 1e9:.2f} GB/s"
             )
 
+    def go_back(self, before: int) -> Path | None:
+        """The newest whole checkpoint of fewer than `before` steps, to go on from, if there is one.
+
+        Later ones, of what is given up, are deleted. Raises CheckpointError.
+        """
+        self._join()
+        places, local = [self.root], None
+        if self.second is not None and self._local:
+            local = self.second.parent
+        elif self.second is not None:
+            places.append(self.second)
+        try:
+            path = find_newest(places, group=self._ranks.group, before=before, local=local)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            return None
+        if path is None:
+            return None
+        step = self._proven = layout.step_of(path)
+        what = "cannot go back to an earlier checkpoint"
+        self._ranks.first(what, lambda: _give_up_after(step, self.root))
+        if self.second is not None:
+            place = self.second
+            on = self._ranks.all if self._local else self._ranks.first
+            on(what, lambda: _give_up_after(step, place))
+        return path
+
     def _publish(self, root: Path, step: int) -> None:
         layout.publish(root, step)
         layout.write_tracker(root, step)
@@ -274,6 +335,18 @@ class CheckpointManager:
         for old in layout.expired(whole, last, every):
             if old not in (step, self._proven):
                 layout.remove(paths[old])
+
+
+def _give_up_after(step: int, root: Path) -> None:
+    """Let the tracker name `step`, or the newest before it; delete what is later, if not all."""
+    steps = layout.list_steps(root)
+    kept = [s for s in steps if s <= step]
+    if not kept:
+        return
+    if (root / layout.TRACKER).exists():
+        layout.write_tracker(root, kept[-1])
+    for later in steps[len(kept) :]:
+        layout.remove(layout.checkpoint_path(root, later))
 
 
 def _try_to_write(root: Path) -> None:

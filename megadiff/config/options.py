@@ -226,6 +226,23 @@ class TrainingConfig:
     check_weight_hash_across_dp_replicas_interval: int | None = _option(
         None, "steps between checks that all copies of a parameter are bitwise equal"
     )
+    max_consecutive_skipped_iters: int = _option(
+        10,
+        "end the run after this many steps in a row whose loss or gradient is not finite, beyond "
+        "the search of fp16's loss scale",
+    )
+    loss_spike_sigma_factor: float | None = _option(
+        None,
+        "report losses this many robust standard deviations above the median of the last "
+        "--loss-spike-window steps; 6 is a usual value",
+    )
+    loss_spike_window: int = _option(128, "steps that a loss is compared with")
+    loss_spike_skip_iters: int | None = _option(
+        None,
+        "on a loss spike go back to the last checkpoint before it, and pass over the data of this "
+        "many steps, beginning with the step before the spike",
+    )
+    iterations_to_skip: list[int] = _option([], "steps to pass over, with their data")
     eval_interval: int | None = _option(1000, "steps between evaluations; 0 only at the end")
     eval_iters: int = _option(100, "global batches in one evaluation; 0 for none")
     exit_interval: int | None = _option(None, "save and exit at steps divisible by this")
@@ -381,12 +398,18 @@ class CheckpointConfig:
         None, "keep steps divisible by this beyond --keep-last-n-checkpoints"
     )
     non_persistent_save_interval: int | None = _option(
-        None, "steps between saves to --non-persistent-global-ckpt-dir, which holds only the last"
+        None,
+        "steps between saves to a second place (the next two), which holds only the last",
     )
     non_persistent_global_ckpt_dir: str | None = _option(
         None,
         "second, faster folder that all ranks see, such as a memory disk; a run also resumes "
         "from here",
+    )
+    non_persistent_local_ckpt_dir: str | None = _option(
+        None,
+        "second folder that each node has for itself; ranks resume from here if none of them has "
+        "lost its part, and the split is the same",
     )
     load: str | None = _option(None, "folder to resume from")
     ckpt_step: int | None = _option(None, "step to load; the newest by default")
@@ -407,6 +430,7 @@ class LoggingConfig:
     """Logging"""
 
     log_interval: int = _option(10, "steps between log lines")
+    log_straggler: bool = _option(False, "tell the slowest rank and its share of a step")
     log_dir: str | None = _option(None, "folder of log.txt, metrics.jsonl and config.yaml")
     tensorboard_dir: str | None = _option(None, "folder of TensorBoard events")
     wandb_project: str | None = _option(None, "Weights & Biases project to log to")

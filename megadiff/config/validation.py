@@ -7,10 +7,10 @@ from typing import Any
 from megadiff.config.options import (
     DELTA_MIXERS,
     MIXER_SYMBOLS,
+    CheckpointConfig,
     Config,
     ConfigError,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
     sections,
@@ -104,10 +104,6 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
             m.position_embedding_type != "rope" or m.head_width(mixer) % 2 == 0,
             f"rotary positions need an even head width, and {mixer} has {m.head_width(mixer)}",
         )
-    _require(
-        m.use_rope_scaling or m.rope_scaling_factor == ModelConfig.rope_scaling_factor,
-        f"--rope-scaling-factor {m.rope_scaling_factor} needs --use-rope-scaling",
-    )
     if m.position_embedding_type == "learned_absolute":
         positions = m.max_position_embeddings or seq_length
         _require(
@@ -198,10 +194,6 @@ def _validate_split(config: Config, world_size: int) -> None:
     _require(
         p.recompute_granularity == "full" or p.recompute_method is None,
         f"--recompute-method {p.recompute_method} needs --recompute-granularity full",
-    )
-    _require(
-        p.recompute_granularity == "full" or p.recompute_num_layers == 1,
-        f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full",
     )
     _require(
         p.recompute_num_layers <= m.num_layers,
@@ -395,10 +387,6 @@ def _validate_training(config: Config, world_size: int) -> None:
         f"--main-weights {o.main_weights} is a way to round bfloat16 parameters: give --bf16",
     )
     _require(
-        o.lambda_lr_multiplier == 1 or "diff_v1" in config.model.mixers,
-        f"--lambda-lr-multiplier {o.lambda_lr_multiplier} is set, but no layer is diff_v1",
-    )
-    _require(
         o.loss_scale is None or t.fp16,
         f"--loss-scale {o.loss_scale} is for --fp16",
     )
@@ -409,35 +397,46 @@ def _validate_training(config: Config, world_size: int) -> None:
         o.use_distributed_optimizer or not o.overlap_param_gather,
         "--overlap-param-gather needs --use-distributed-optimizer",
     )
-    c = config.checkpoint
-    _require_positive(
-        c,
-        "save_interval",
-        "keep_last_n_checkpoints",
-        "save_retain_interval",
-        "non_persistent_save_interval",
-    )
     _require_positive(config.logging, "log_interval")
-    _require(
-        c.save_interval is None or c.save is not None,
-        "--save-interval is given without --save: where should checkpoints go?",
+    _require_positive(
+        t,
+        "max_consecutive_skipped_iters",
+        "loss_spike_sigma_factor",
+        "loss_spike_window",
+        "loss_spike_skip_iters",
     )
     _require(
-        c.non_persistent_save_interval is None
-        or (c.save is not None and c.non_persistent_global_ckpt_dir is not None),
-        "--non-persistent-save-interval needs --non-persistent-global-ckpt-dir, and --save too",
+        t.loss_spike_skip_iters is None
+        or (t.loss_spike_sigma_factor is not None and config.checkpoint.save is not None),
+        "--loss-spike-skip-iters needs --loss-spike-sigma-factor, and --save: without checkpoints "
+        "there is nothing to go back to",
     )
+    _validate_checkpoint(config.checkpoint)
 
 
-NATIVE_OPTIONS = {
-    "main_weights": "a bf16 run keeps float32 main weights",
-    "use_distributed_optimizer": "ZeRO 1 is its like; give --no-use-distributed-optimizer",
-    "overlap_grad_reduce": "zero_optimization.overlap_comm is its like",
-    "overlap_param_gather": "zero_optimization.overlap_comm is its like",
-    "accumulate_allreduce_grads_in_fp32": "data_types.grad_accum_dtype is its like",
-    "adam_kernel": "it runs torch's AdamW",
-}
-"""Options of the optimizer that only the native engine has, and what to do with DeepSpeed."""
+def _validate_checkpoint(c: CheckpointConfig) -> None:
+    intervals = ("save_interval", "keep_last_n_checkpoints", "save_retain_interval")
+    _require_positive(c, *intervals, "non_persistent_save_interval")
+    for name in (*intervals, "async_save", "non_persistent_save_interval"):
+        _require(
+            not getattr(c, name) or c.save is not None,
+            f"--{name.replace('_', '-')} is given without --save: where should checkpoints go?",
+        )
+    _require(
+        c.save_retain_interval is None or c.keep_last_n_checkpoints is not None,
+        "--save-retain-interval is given without --keep-last-n-checkpoints: everything is kept",
+    )
+    places = [c.non_persistent_global_ckpt_dir, c.non_persistent_local_ckpt_dir]
+    given = sum(place is not None for place in places)
+    _require(
+        given <= 1,
+        "give one of --non-persistent-global-ckpt-dir and --non-persistent-local-ckpt-dir",
+    )
+    _require(
+        c.non_persistent_save_interval is None or given == 1,
+        "--non-persistent-save-interval needs --non-persistent-global-ckpt-dir or "
+        "--non-persistent-local-ckpt-dir",
+    )
 
 
 def _validate_deepspeed(config: Config) -> None:
@@ -449,18 +448,13 @@ def _validate_deepspeed(config: Config) -> None:
         f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
         "--fp64": t.fp64,
         "--optimizer muon": o.optimizer == "muon",
+        f"--main-weights {o.main_weights}": o.main_weights != "float32",
+        "--use-distributed-optimizer (ZeRO 1 is its like)": o.use_distributed_optimizer,
         "--check-weight-hash-across-dp-replicas-interval": (
             t.check_weight_hash_across_dp_replicas_interval is not None
         ),
     }.items():
         _require(not used, f"--deepspeed does not go with {name}; train without --deepspeed")
-    for name, instead in NATIVE_OPTIONS.items():
-        value = getattr(o, name)
-        _require(
-            value == getattr(OptimizerConfig(), name),
-            f"--{name.replace('_', '-')} ({value}) is the native engine's, and --deepspeed would "
-            f"ignore it: {instead}",
-        )
     groups, tp = config.model.query_groups, p.tensor_model_parallel_size
     _require(
         groups % tp == 0,

@@ -27,7 +27,7 @@ def announce_failure() -> None:
 
 
 def end_when_others_fail() -> None:
-    """Watch for failures of other ranks from now on; call once, after the groups are made."""
+    """Watch for failures of other ranks from now on; call once, as soon as the ranks have met."""
     # A connection of its own: the main thread may block in its.
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     rank = dist.get_rank()

@@ -6,13 +6,14 @@ those of random generators. Everything else is JSON beside them.
 """
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megadiff.checkpoint import rng
+from megadiff.checkpoint.local import load_local
 from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint, find_newest
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
@@ -35,10 +36,12 @@ OPTIMIZER = "optimizer."
 
 @dataclass
 class Progress:
-    """How far a run is: finished steps and the samples they consumed."""
+    """How far a run is: finished steps and the samples they consumed or passed over."""
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_windows: list[list[int]] = field(default_factory=list)  # samples [first, end)
+    recent_losses: list[float] = field(default_factory=list)  # what a spike is measured against
 
 
 def optimizer_tensors(optimizer: OptimizerState) -> Tensors:
@@ -104,6 +107,11 @@ class Saved:
     def progress(self) -> Progress:
         return Progress(**self.metadata["progress"])
 
+    @property
+    def local(self) -> bool:
+        """Whether it is this rank's part of a node-local one."""
+        return "local" in self.metadata
+
 
 def find(config: Config, env: Environment) -> Saved | None:
     """The checkpoint that `--load` means, None when there is none yet. Raises CheckpointError."""
@@ -112,16 +120,21 @@ def find(config: Config, env: Environment) -> Saved | None:
         return None
     if Path(settings.load).is_file():
         raise CheckpointError(f"--load {settings.load} is a file; give the folder of checkpoints")
-    if settings.ckpt_step is None and settings.non_persistent_global_ckpt_dir is not None:
-        places = [settings.load, settings.non_persistent_global_ckpt_dir]
-        path = find_newest(places, group=env.control)
-    else:
+    if settings.ckpt_step is not None:
         path = find_checkpoint(settings.load, settings.ckpt_step, group=env.control)
+    else:
+        places = [settings.load, settings.non_persistent_global_ckpt_dir]
+        path = find_newest(
+            [place for place in places if place is not None],
+            group=env.control,
+            local=settings.non_persistent_local_ckpt_dir,
+            fits=lambda metadata: _same_split(metadata, config),
+        )
     if path is None:
         if settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {settings.load}: there is no checkpoint")
         return None
-    saved = Saved(path, read_metadata(path))
+    saved = read(path)
     differences = model_differences(saved_config(path, saved.metadata), config)
     if differences:
         raise CheckpointError(
@@ -131,11 +144,44 @@ def find(config: Config, env: Environment) -> Saved | None:
     return saved
 
 
+def _same_split(metadata: dict[str, dict[str, Any]], config: Config) -> bool:
+    """Whether ranks hold the same pieces as those of the run that saved `metadata`."""
+    saved, now = metadata.get("config", {}), to_dict(config)
+    return (
+        saved.get("parallel") == now["parallel"]
+        and saved.get("model") == now["model"]
+        and all(
+            saved.get(section, {}).get(key) == now[section][key]
+            for section, keys in _DECIDE_PIECES.items()
+            for key in keys
+        )
+    )
+
+
+_DECIDE_PIECES = {
+    "optimizer": ("optimizer", "use_distributed_optimizer", "main_weights", "sgd_momentum"),
+    "training": ("bf16", "fp16", "fp64", "deepspeed", "deepspeed_config"),
+}
+
+
+def read(path: Path) -> Saved:
+    """The checkpoint at `path`. Raises CheckpointError."""
+    return Saved(path, read_metadata(path))
+
+
 def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: bool) -> None:
     """Fill the engine's weights, and without `weights_only` all other state.
 
     Raises CheckpointError on all ranks.
     """
+    engine.optimizer.wait_for_parameters()
+    if saved.local and not weights_only:
+        tensors = state_tensors(engine, env)
+        load_local(saved.path, tensors, env.control)
+        rng.set_rng({n: t for n, t in tensors.items() if n.startswith(rng.PREFIX)})
+        engine.optimizer.load_scalars(saved.metadata["optimizer"])
+        engine.optimizer.parameters_from_main_weights()
+        return
     tensors = engine.weights()
     if weights_only:
         load(saved.path, tensors, ignore=[OPTIMIZER, rng.PREFIX], group=env.control)

@@ -14,7 +14,12 @@ from megadiff.config import ConfigError
 from megadiff.data.indexed_dataset import DataError
 from megadiff.parallel.failure import announce_failure
 
-USER_ERRORS = (ConfigError, DataError, CheckpointError)
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row whose loss or gradient is not finite; the message says where."""
+
+
+USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFiniteError)
 """What a user can mend: told in one line, without a traceback."""
 
 

@@ -25,8 +25,6 @@ class RunLog:
         self._notices = _Notices(self)
         if not main:  # warnings of other ranks go to the standard error
             return
-        _LIBRARY.addHandler(self._notices)
-        _LIBRARY.setLevel(logging.INFO)
         settings = config.logging
         try:
             if settings.log_dir is not None:
@@ -43,6 +41,8 @@ class RunLog:
             raise ConfigError(f"cannot log to {error.filename}: {error.strerror}") from None
         if settings.wandb_project is not None:
             self._wandb = _start_wandb(settings, config)
+        _LIBRARY.addHandler(self._notices)
+        _LIBRARY.setLevel(logging.INFO)
 
     def line(self, text: str) -> None:
         """Text for people."""

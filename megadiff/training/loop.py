@@ -16,9 +16,13 @@ from megadiff.training import metrics
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import Batches, RunData
 from megadiff.training.engine import Engine
+from megadiff.training.errors import NotFiniteError
+from megadiff.training.faults import StepWatch, passed_over, window_to_skip
 from megadiff.training.log import RunLog
+from megadiff.training.nonfinite import first_origin, report, watch_modules
 from megadiff.training.setup import Environment
 from megadiff.training.stop import StopRequests, agree
+from megadiff.training.straggler import OwnTime, slowest_rank, straggler_line
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Run:
     requests: StopRequests
     save: Callable[[Progress, bool], None]  # True: to the second place; nothing without --save
     check_save: Callable[[], None]  # raises the error of a save in the background
+    go_back: Callable[[int], Progress | None]  # to the newest checkpoint before a step, if any
+    watch: StepWatch
+    own_time: OwnTime
 
 
 def train(run: Run, progress: Progress) -> str:
@@ -42,66 +49,150 @@ def train(run: Run, progress: Progress) -> str:
 
     Ends after the last step ("finished"), at `--exit-interval` or `--exit-duration-in-mins`, or by
     a signal; always at a step's boundary, with a save. Evaluates on the way and after the last
-    step.
+    step. Raises NotFiniteError where `--max-consecutive-skipped-iters` is reached.
     """
     t, logging = run.config.training, run.config.logging
     assert t.train_iters is not None
-    interval, clock = metrics.Interval(), metrics.Clock()
+    interval, clock = metrics.Interval(), metrics.Clock(run.env.device)
     saved_at = progress.iteration
-    reason = "finished"
-    while progress.iteration < t.train_iters:
-        size = t.batch_size(progress.consumed_samples)
-        batches = run.data.train.step(progress.consumed_samples, size)
-        agreement = agree(unmasked(batches), run.requests, run.env.control, copies(run.env))
-        if agreement.stop is not None:
-            reason = agreement.stop
-            break
-        rate = learning_rate(run.schedule, progress.consumed_samples)
-        decay = weight_decay(run.schedule, progress.consumed_samples)
-        loss = run.engine.forward_backward(batches, max(agreement.tokens, 1))
-        interval.add(loss, run.engine.step(rate, decay), rate, size)
-        progress.iteration += 1
-        progress.consumed_samples += size
-        last = progress.iteration == t.train_iters
-        if progress.iteration % logging.log_interval == 0:
-            _log_interval(run, progress, interval, clock)
-            interval = metrics.Interval()
-        with clock.paused():
-            if between_steps(run, progress, last):
+    reason = None
+    while reason is None and progress.iteration < t.train_iters:
+        reason = step(run, progress, interval)
+        if reason is None:
+            due = due_after(run, progress)
+            at_exit = t.exit_interval and progress.iteration % t.exit_interval == 0
+            reason = "exit interval" if at_exit and progress.iteration < t.train_iters else None
+        else:
+            due = Due()
+        ends = reason is not None or progress.iteration == t.train_iters
+        logs = ends or progress.iteration % logging.log_interval == 0
+        if logs or due.save or due.second_save:
+            outcomes = interval.read(run.env)
+            if logs and interval.outcomes:
+                _log_interval(run, progress, interval, clock)
+                interval = metrics.Interval()
+            with clock.paused():
+                if judge(run, progress, outcomes):
+                    interval, saved_at = metrics.Interval(), progress.iteration
+                    reason = None if reason == "exit interval" else reason
+                    continue
+        run.check_save()
+        if due.anything:
+            with clock.paused():
+                between_steps(run, progress, due)
+            if due.save or due.second_save:
                 saved_at = progress.iteration
-        if t.exit_interval and progress.iteration % t.exit_interval == 0 and not last:
-            reason = "exit interval"
-            break
-    if interval.losses:
-        _log_interval(run, progress, interval, clock)
     if progress.iteration > saved_at:
         run.save(progress, False)
-    if reason == "finished":
+    if reason is None:
         validate(run, progress)
         evaluate(run, progress, "test", run.data.test, run.data.test_samples)
-    return reason
+    return reason or "finished"
 
 
-def between_steps(run: Run, progress: Progress, last: bool) -> bool:
-    """Checks, evaluation and saves that are due after a step; whether it was saved."""
-    t, c, step = run.config.training, run.config.checkpoint, progress.iteration
+def step(run: Run, progress: Progress, interval: metrics.Interval) -> str | None:
+    """Take the next step, or pass over its data; why the run is to stop instead, if it is."""
+    size = run.config.training.batch_size(progress.consumed_samples)
+    first = progress.consumed_samples
+    if passed_over(progress, size, run.config):
+        run.log.line(
+            f" iteration {progress.iteration + 1} is passed over, samples {first} to "
+            f"{first + size - 1}"
+        )
+    else:
+        with run.own_time.data():
+            batches = run.data.train.step(first, size)
+        agreement = agree(unmasked(batches), run.requests, run.env.control, copies(run.env))
+        if agreement.stop is not None:
+            return agreement.stop
+        rate = learning_rate(run.schedule, first)
+        decay = weight_decay(run.schedule, first)
+        with run.own_time.compute():
+            loss = run.engine.forward_backward(batches, max(agreement.tokens, 1))
+        result = run.engine.step(rate, decay)
+        interval.add(progress.iteration + 1, first, size, loss, result, rate)
+    progress.iteration += 1
+    progress.consumed_samples += size
+    return None
+
+
+def judge(run: Run, progress: Progress, outcomes: list[metrics.Outcome]) -> bool:
+    """Look at steps that were read; whether the run went back to before one of them."""
+    spikes = run.watch.judge(outcomes, progress)
+    if run.watch.too_many_bad:
+        raise explain(run)
+    for spike in spikes:
+        run.log.line(f" {spike}")
+        run.log.record("loss_spike", spike.step.iteration, {"lm_loss": spike.step.loss})
+    skip = run.config.training.loss_spike_skip_iters
+    if not spikes or skip is None:
+        return False
+    window = window_to_skip(spikes[0], skip)
+    found = run.go_back(spikes[0].step.iteration - 1)
+    if found is None:
+        run.log.line(" there is no whole checkpoint from before it; the run goes on")
+        return False
+    run.log.line(
+        f" back to iteration {found.iteration}; samples {window[0]} to {window[1] - 1} will be "
+        "passed over"
+    )
+    progress.skipped_windows.append(list(window))
+    progress.iteration, progress.consumed_samples = found.iteration, found.consumed_samples
+    progress.recent_losses = found.recent_losses
+    return True
+
+
+def explain(run: Run) -> NotFiniteError:
+    """Run the first bad step again (the later ones changed nothing) to see where it breaks."""
+    bad = run.watch.bad
+    batches = run.data.train.step(bad[0].first_sample, bad[0].batch_size)
+    tokens = agree(unmasked(batches), run.requests, run.env.control, copies(run.env)).tokens
+    with watch_modules(run.engine.model.chunks, run.env.mesh) as origins:
+        run.engine.forward_backward(batches, max(tokens, 1))
+    origin = first_origin(origins, run.env)
+    return report(bad, origin, run.config, run.env, run.data.train)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done after a step."""
+
+    check: bool = False
+    evaluation: bool = False
+    save: bool = False
+    second_save: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return self.check or self.evaluation or self.save or self.second_save
+
+
+def due_after(run: Run, progress: Progress) -> Due:
+    """By the intervals of the configuration."""
+    t, c = run.config.training, run.config.checkpoint
 
     def due(interval: int | None) -> bool:
-        return bool(interval) and step % (interval or 1) == 0
+        return bool(interval) and progress.iteration % (interval or 1) == 0
 
-    if due(t.check_weight_hash_across_dp_replicas_interval):
+    save = due(c.save_interval)
+    return Due(
+        check=due(t.check_weight_hash_across_dp_replicas_interval),
+        evaluation=due(t.eval_interval) and progress.iteration != t.train_iters,
+        save=save,
+        second_save=due(c.non_persistent_save_interval) and not save,
+    )
+
+
+def between_steps(run: Run, progress: Progress, due: Due) -> None:
+    """Checks, evaluation and saves."""
+    if due.check:
         run.engine.optimizer.wait_for_parameters()
         model = run.engine.model
         check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
-    if due(t.eval_interval) and not last:
+    if due.evaluation:
         validate(run, progress)
-    run.check_save()
-    if due(c.save_interval):
-        run.save(progress, False)
-        return True
-    if due(c.non_persistent_save_interval):
-        run.save(progress, True)
-    return False
+    if due.save or due.second_save:
+        run.save(progress, due.second_save)
 
 
 def unmasked(batches: list[MicroBatch]) -> int:
@@ -119,14 +210,14 @@ def _log_interval(
 ) -> None:
     t = run.config.training
     assert t.train_iters is not None
-    steps = len(interval.losses)
+    steps = len(interval.outcomes)
     values: dict[str, Any] = {"consumed_samples": progress.consumed_samples}
-    values |= interval.read(run.env)
+    values |= interval.summary()
     seconds = clock.lap() / steps
-    samples = sum(interval.batch_sizes) / steps
+    samples = sum(o.batch_size for o in interval.outcomes) / steps
     tokens = samples * t.seq_length / seconds / run.env.mesh.world_size
     values |= {
-        "global_batch_size": interval.batch_sizes[-1],
+        "global_batch_size": interval.outcomes[-1].batch_size,
         "iteration_ms": 1000 * seconds,
         "tokens_per_second_per_device": tokens,
         "tflops_per_device": tokens * run.size.training_flops_per_token / 1e12,
@@ -135,6 +226,9 @@ def _log_interval(
         "lambda": metrics.mean_lambdas(run.engine.model, run.env),
     }
     run.log.line(metrics.train_line(values, progress.iteration, t.train_iters))
+    if run.config.logging.log_straggler:
+        values["straggler"] = slowest_rank(run.own_time, run.env, steps, seconds)
+        run.log.line(straggler_line(values["straggler"]))
     run.log.record("train", progress.iteration, values)
 
 

@@ -18,44 +18,76 @@ from megadiff.optim.optimizer import StepResult
 from megadiff.training.setup import Environment
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step; the same on all ranks."""
+
+    iteration: int
+    first_sample: int  # its data are the samples `[first_sample, first_sample + batch_size)`
+    batch_size: int
+    loss: float
+    grad_norm: float
+    skipped: bool  # the gradient was not finite and nothing changed
+    loss_scale: float
+
+
 @dataclass
 class Interval:
-    """Losses and outcomes of steps, left on the device until `read`."""
+    """The steps since the last log line; what the device knows of them stays there until `read`."""
 
-    losses: list[Tensor] = field(default_factory=list)  # this rank's share of each step's loss
-    skipped: list[Tensor] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
-    last: StepResult | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
     learning_rate: float = 0.0  # of the last step
+    _unread: list[tuple[Tensor, StepResult, tuple[int, int, int]]] = field(default_factory=list)
 
-    def add(self, loss: Tensor, result: StepResult, learning_rate: float, batch_size: int) -> None:
-        self.losses.append(loss)
-        self.skipped.append(result.skipped)
-        self.batch_sizes.append(batch_size)
-        self.last = result
+    def add(
+        self,
+        iteration: int,
+        first_sample: int,
+        batch_size: int,
+        loss: Tensor,
+        result: StepResult,
+        learning_rate: float,
+    ) -> None:
+        """`loss` is this rank's share of the step's loss."""
+        self._unread.append((loss, result, (iteration, first_sample, batch_size)))
         self.learning_rate = learning_rate
 
-    def read(self, env: Environment) -> dict[str, Any]:
-        """Means over the steps, the same on all ranks. Waits for the device.
+    def read(self, env: Environment) -> list[Outcome]:
+        """What became of the steps that were not read yet. Waits for the device."""
+        if not self._unread:
+            return []
+        losses, results, steps = zip(*self._unread, strict=True)
+        total = torch.stack(losses)
+        if not _counts(env):
+            total.zero_()
+        if env.control is not None:
+            dist.all_reduce(total)
+        numbers = [[r.grad_norm, r.skipped, r.loss_scale] for r in results]
+        rows = torch.stack([torch.stack([x.double() for x in row]) for row in numbers])
+        new = [
+            Outcome(iteration, first, size, loss, norm, bool(skipped), scale)
+            for (iteration, first, size), loss, (norm, skipped, scale) in zip(
+                steps, total.tolist(), rows.tolist(), strict=True
+            )
+        ]
+        self._unread.clear()
+        self.outcomes += new
+        return new
+
+    def summary(self) -> dict[str, Any]:
+        """Means over the steps that were read.
 
         Skipped steps and those whose loss is not a number are counted apart from the mean loss.
         """
-        losses = torch.stack(self.losses)
-        if not _counts(env):
-            losses.zero_()
-        if env.control is not None:
-            dist.all_reduce(losses)
-        skipped = torch.stack(self.skipped).tolist()
-        values = losses.tolist()
-        good = [x for x, s in zip(values, skipped, strict=True) if not s and math.isfinite(x)]
-        assert self.last is not None
+        steps, last = self.outcomes, self.outcomes[-1]
+        good = [o.loss for o in steps if not o.skipped and math.isfinite(o.loss)]
         return {
             "lm_loss": sum(good) / len(good) if good else math.nan,
-            "grad_norm": float(self.last.grad_norm),
-            "loss_scale": float(self.last.loss_scale),
+            "grad_norm": last.grad_norm,
+            "loss_scale": last.loss_scale,
             "learning_rate": self.learning_rate,
-            "skipped_iterations": sum(skipped),
-            "nan_iterations": sum(not math.isfinite(x) for x in values),
+            "skipped_iterations": sum(o.skipped for o in steps),
+            "nan_iterations": sum(not math.isfinite(o.loss) for o in steps),
         }
 
 
@@ -130,18 +162,25 @@ def evaluation_line(name: str, loss: float, iteration: int) -> str:
 
 
 class Clock:
-    """Seconds of training alone, as the host sees them."""
+    """Seconds of training alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._started = time.perf_counter()
         self._excluded = 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens in here is not training."""
+        """What happens in here is not training; the steps before it are waited for."""
+        self._wait()
         start = time.perf_counter()
         yield
+        self._wait()
         self._excluded += time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def lap(self) -> float:
         """Seconds since the last lap."""

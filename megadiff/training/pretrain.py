@@ -16,10 +16,12 @@ from megadiff.training.checkpointing import Progress
 from megadiff.training.data import RunData, build_data, set_vocabulary
 from megadiff.training.deepspeed import DeepSpeedEngine, read_settings
 from megadiff.training.engine import Engine, NativeEngine
+from megadiff.training.faults import StepWatch
 from megadiff.training.log import RunLog
 from megadiff.training.loop import Run, train
 from megadiff.training.setup import Environment, start, world_size
 from megadiff.training.stop import StopRequests
+from megadiff.training.straggler import OwnTime
 
 
 def main(argv: list[str]) -> None:
@@ -83,11 +85,24 @@ def pretrain(config: Config) -> str:
             if report is not None:
                 log.line(f" {report}")
 
+        def go_back(before: int) -> Progress | None:
+            path = None if manager is None else manager.go_back(before)
+            if path is None:
+                return None
+            found = checkpointing.read(path)
+            checkpointing.restore(found, engine, env, weights_only=False)
+            return found.progress
+
         if manager is not None:
             manager.reserve(checkpointing.state_tensors(engine, env))
 
         requests = stack.enter_context(StopRequests.install(t))
-        run = Run(config, env, engine, size, data, schedule, log, requests, save, check_save)
+        run = Run(
+            config, env, engine, size, data, schedule, log, requests,
+            save=save, check_save=check_save, go_back=go_back,
+            watch=StepWatch(config),
+            own_time=OwnTime(env.device, config.logging.log_straggler),
+        )  # fmt: skip
         reason = train(run, progress)
         report = manager.wait() if manager is not None else None
         if report is not None:
@@ -114,7 +129,8 @@ def open_manager(
         keep_every=settings.save_retain_interval,
         background=settings.async_save,
         proven=None if saved is None else saved.progress.iteration,
-        second=settings.non_persistent_global_ckpt_dir,
+        second=settings.non_persistent_global_ckpt_dir or settings.non_persistent_local_ckpt_dir,
+        local=settings.non_persistent_local_ckpt_dir is not None,
     )
 
 
@@ -135,12 +151,9 @@ def resume(
         checkpointing.restore(saved, engine, env, weights_only=True)
         log.line(f" loaded the weights of {saved.path}, starting at iteration 0")
         return Progress(), schedule
-    if "optimizer" not in saved.metadata:
+    if "data" not in saved.metadata:
         raise CheckpointError(f"{saved.path} holds weights alone; start from them with --finetune")
-    if "data" in saved.metadata:
-        differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
-    else:  # converted from another engine's
-        differences = ["the checkpoint does not tell which"]
+    differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
     if differences and config.checkpoint.allow_data_change:
         log.line(f" the data change from here on: {'; '.join(differences)}")
     elif differences:
@@ -154,7 +167,7 @@ def resume(
     try:
         schedule = resume_schedule(
             schedule,
-            saved.metadata.get("schedule", {}),
+            saved.metadata["schedule"],
             override_opt_param_scheduler=o.override_opt_param_scheduler,
             use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
         )

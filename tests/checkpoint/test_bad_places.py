@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Piece, ShardedTensor
 from megadiff.checkpoint.storage import save
+from tests.checkpoint.training_runs import arguments, write_text
 from tests.distributed import run_distributed
 
 ROWS = 4096
@@ -47,6 +49,39 @@ def test_a_directory_of_another_user(tmp_path):
     assert messages[0] == messages[1]
     assert "cannot save checkpoints in" in messages[0]
     assert "Permission denied" in messages[0]
+
+
+RUN_AS_NOBODY = """
+import os, sys
+from megadiff.checkpoint import manager
+
+try_to_write = manager._try_to_write
+
+def as_nobody(root):
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try_to_write(root)
+
+manager._try_to_write = as_nobody
+
+from megadiff.training.errors import run
+from megadiff.training.pretrain import main
+
+run(main, sys.argv[1:])
+"""
+
+
+def test_a_run_that_may_not_save_says_so_in_one_line(tmp_path):
+    write_text(tmp_path / "text")
+    (tmp_path / "theirs").mkdir(mode=0o555)
+    save = ["--save", str(tmp_path / "theirs" / "checkpoints")]
+    argv = arguments(tmp_path / "text", tmp_path / "log", 2, *save)
+    run = subprocess.run(
+        [sys.executable, "-c", RUN_AS_NOBODY, *argv], text=True, capture_output=True, timeout=120
+    )
+    assert run.returncode == 2, run.stderr
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"error: cannot save checkpoints in {save[1]}: Permission denied")
 
 
 def start(root):

@@ -53,6 +53,14 @@ def test_list_and_show(folder, capsys):
     assert shown["tensors"]["layers.0.w"] == {"shape": [6, 4], "dtype": "float32"}
 
 
+def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
+    assert main(["list", str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"checkpoint: error: there is no folder {tmp_path}/nowhere\n",
+    )
+
+
 def test_verify_finds_a_flipped_bit(folder, capsys):
     assert main(["verify", str(folder)]) == 0
     damage(folder, 20)

@@ -84,8 +84,10 @@ def test_skipped_and_broken_steps_are_counted_apart() -> None:
     interval = Interval()
     for loss, skipped in ((2.0, False), (math.nan, True), (9.0, True), (3.0, False)):
         result = StepResult(torch.tensor(0.5), torch.tensor(skipped), torch.tensor(8.0))
-        interval.add(torch.tensor(loss, dtype=torch.float64), result, 0.1, batch_size=4)
-    values = interval.read(env)
+        interval.add(1, 0, 4, torch.tensor(loss, dtype=torch.float64), result, 0.1)
+    assert [o.loss for o in interval.read(env)][::2] == [2.0, 9.0]
+    assert interval.read(env) == []
+    values = interval.summary()
     assert values["lm_loss"] == 2.5
     assert (values["skipped_iterations"], values["nan_iterations"]) == (2, 1)
     assert (values["grad_norm"], values["loss_scale"], values["learning_rate"]) == (0.5, 8.0, 0.1)
@@ -94,7 +96,7 @@ def test_skipped_and_broken_steps_are_counted_apart() -> None:
 def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = Clock()
+    clock = Clock(torch.device("cpu"))
     now[0] += 2
     with clock.paused():
         now[0] += 100

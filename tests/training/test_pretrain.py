@@ -86,27 +86,6 @@ def test_two_runs_are_equal_bit_for_bit(data: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "a", "validation") == losses(tmp_path / "b", "validation")
 
 
-SPLITS = {
-    "tensor": ["--tensor-model-parallel-size", "2"],
-    "data, sharded, in the background": ["--use-distributed-optimizer", "--async-save"],
-    "bfloat16": ["--tensor-model-parallel-size", "2", "--bf16"],
-}
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    split: str, data: str, tmp_path: Path
-) -> None:
-    argv = flags(data, *SPLITS[split])
-    run_distributed(2, train, [*argv, "--log-dir", str(tmp_path / "whole")])
-    parts = [*argv, "--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "parts")]
-    assert run_distributed(2, train, [*parts, "--exit-interval", "4"]) == ["exit interval"] * 2
-    assert max(losses(tmp_path / "parts")) == 4
-    run_distributed(2, train, [*parts, "--load", str(tmp_path / "saved")])
-    for kind in ("train", "validation"):
-        assert losses(tmp_path / "parts", kind) == losses(tmp_path / "whole", kind)
-
-
 def test_a_run_resumes_on_another_split(data: str, alone: Path, tmp_path: Path) -> None:
     argv = flags(data, "--fp64", "--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path))
     run_distributed(2, train, [*argv, "--tensor-model-parallel-size", "2", "--exit-interval", "2"])

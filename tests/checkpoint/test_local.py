@@ -1,0 +1,79 @@
+"""Node-local checkpoints of real runs: taken when newer and whole on all ranks, or passed over."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megadiff.checkpoint.directory import checkpoint_path, list_steps
+from megadiff.training.engine import NativeEngine
+from tests.distributed import run_distributed
+from tests.training.small import flags, losses, train, write_data
+from tools.checkpoint import main as checkpoint_tool
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def crash(argv: list[str], step: int) -> None:
+    """Train until step `step`, which fails on all ranks."""
+    steps, calls = NativeEngine.step, 0
+
+    def failing(self, *rates):
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            raise ZeroDivisionError
+        return steps(self, *rates)
+
+    NativeEngine.step = failing
+    with pytest.raises(ZeroDivisionError):
+        train(argv)
+
+
+def damage(what: str, local: Path) -> None:
+    other = local / "rank_00001"
+    if what == "a lost node":
+        shutil.rmtree(other)
+    elif what == "a cut file":
+        path = checkpoint_path(other, 6) / "__0_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1])
+    elif what == "an unfinished save":
+        (checkpoint_path(other, 6) / "manifest.json").unlink()
+
+
+CASES = ["nothing", "a lost node", "a cut file", "an unfinished save", "another split"]
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_run_resumes_from_the_newest_that_all_ranks_have(
+    what: str, data: str, tmp_path: Path
+) -> None:
+    def arguments(name: str) -> list[str]:
+        folder = tmp_path / name
+        places = ["--save", str(folder / "saved"), "--log-dir", str(folder / "log")]
+        more = ["--use-distributed-optimizer", "--fp64", "--train-iters", "8"]
+        return flags(data, "--eval-iters", "0", *more, *places)
+
+    local, saved = tmp_path / "local", tmp_path / "parts" / "saved"
+    every = ["--save-interval", "4", "--non-persistent-save-interval", "2", "--async-save"]
+    parts = [*arguments("parts"), *every, "--non-persistent-local-ckpt-dir", str(local)]
+    run_distributed(2, train, arguments("whole"))
+    run_distributed(2, crash, parts, 8)
+    assert list_steps(saved) == [4]
+    assert [list_steps(local / f"rank_0000{rank}") for rank in (0, 1)] == [[6], [6]]
+    damage(what, local)
+    split = ["--tensor-model-parallel-size", "2"] if what == "another split" else []
+    run_distributed(2, train, [*parts, *split, "--load", str(saved)])
+
+    text = (tmp_path / "parts/log/log.txt").read_text()
+    newest = checkpoint_path(local / "rank_00000", 6)
+    taken = newest if what == "nothing" else checkpoint_path(saved, 4)
+    assert f"resumed from {taken} at iteration" in text
+    ends = [str(tmp_path / name / "saved") for name in ("whole", "parts")]
+    tolerance = "1e-9" if split else "0"
+    assert checkpoint_tool(["compare", *ends, "--tolerance", tolerance]) == 0
+    logs = [losses(tmp_path / name / "log") for name in ("whole", "parts")]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-9 if split else 0)
