@@ -26,4 +26,10 @@ WHERE=()
 [ -n "${PROCESSES:-}" ] && WHERE+=(--num_gpus "$PROCESSES") # of one machine; all its GPUs by default
 
 source launch/environment.sh
+if [ -n "${HOSTFILE:-}" ]; then # of these settings the launcher takes only what a file names along
+  export DS_ENV_FILE="$PWD/${RUN:-runs/125M}/settings.env"
+  [[ "${RUN:-}" = /* ]] && DS_ENV_FILE="$RUN/settings.env"
+  mkdir -p "${DS_ENV_FILE%/*}"
+  env | grep -E '^(OMP|CUDA_DEVICE|PYTORCH|TORCH|NCCL|GLOO|DS_ACCELERATOR)' >"$DS_ENV_FILE"
+fi
 exec deepspeed --no_local_rank "${WHERE[@]}" pretrain_diff.py "${TRAIN[@]}" "$@"

@@ -2,7 +2,8 @@
 """Look at, check, compare, thin out, average and convert checkpoints.
 
 PATH is a checkpoint (.../iter_0000100) or a folder of them, which stands for its newest. Nothing
-here needs a GPU, the number of processes that saved, or more memory than one block of a tensor.
+here needs a GPU, the number of processes that saved, or more memory than one block of a tensor (but
+for `to-deepspeed`, which runs DeepSpeed itself).
 """
 
 import argparse
@@ -22,6 +23,7 @@ from megadiff.checkpoint.manager import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError, describe
 from megadiff.checkpoint.state import ComputedPiece, Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save
+from megadiff.config import ConfigError, load_config
 
 NOT_WEIGHTS = ("optimizer.", "rng.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,7 +72,29 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     command.add_argument("--weights-only", action="store_true", help="without optimizer state")
     command.add_argument("--dtype", choices=DTYPES, help="of the weights")
-    return parser.parse_args(words)
+
+    command = commands.add_parser(
+        "from-deepspeed",
+        help="a checkpoint that DeepSpeed's engine wrote, in megadiff's format",
+        epilog="further flags describe the model: --config configs/..., --bf16, ...",
+    )
+    command.add_argument("path", type=Path, help="the folder of save_checkpoint, or a tag in it")
+    command.add_argument("--output", type=Path, required=True, help="the new checkpoint")
+
+    command = commands.add_parser(
+        "to-deepspeed",
+        help="a folder for DeepSpeed's load_checkpoint; run with torchrun, on as many processes as "
+        "will load it",
+        epilog="further flags: --deepspeed-config, --tensor-model-parallel-size, ...",
+    )
+    command.add_argument("path", type=Path)
+    command.add_argument("--output", type=Path, required=True, help="the new folder")
+    arguments, flags = parser.parse_known_args(words)
+    if arguments.command in ("from-deepspeed", "to-deepspeed"):
+        arguments.flags = flags
+    elif flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    return arguments
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -241,6 +265,21 @@ def convert(path: Path, output: Path, weights_only: bool, dtype: str | None) -> 
     return 0
 
 
+def from_deepspeed(path: Path, output: Path, flags: list[str]) -> int:
+    from megadiff.training.deepspeed_files import read_deepspeed
+
+    tensors, metadata = read_deepspeed(path, load_config(flags))
+    write_new(output, tensors, metadata)
+    return 0
+
+
+def to_deepspeed(path: Path, output: Path, flags: list[str]) -> int:
+    from megadiff.training.deepspeed_files import write_deepspeed
+
+    write_deepspeed(checkpoint_at(path), output, flags)
+    return 0
+
+
 def computed(
     reader: CheckpointReader,
     names: list[str],
@@ -293,10 +332,12 @@ def main(words: list[str] | None = None) -> int:
         "prune": prune,
         "average": average,
         "convert": convert,
+        "from-deepspeed": from_deepspeed,
+        "to-deepspeed": to_deepspeed,
     }
     try:
         return commands[command](**arguments)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, ConfigError, OSError) as error:
         print(f"checkpoint: error: {describe(error)}", file=sys.stderr)
         return 1
 

@@ -10,6 +10,7 @@ One process, without a process group, one tensor in memory at a time, whatever t
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         help="by default llama for standard attention, diffllama for DIFF V1, fla-org's delta_net "
         "and gated_deltanet for theirs, else megadiff, whose code travels with the weights",
     )
-    sub.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB")
+    sub.add_argument("--max-shard-size", type=gigabytes, default=5.0, metavar="GB")
     for name in TOKENIZER:
         flag = f"--{name.replace('_', '-')}"
         sub.add_argument(flag, help="instead of the checkpoint's")
@@ -84,6 +85,13 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     sub.add_argument("--input", required=True, help=".pt or .safetensors file")
     common(sub, new_root)
     return parser.parse_args(words)
+
+
+def gigabytes(word: str) -> float:
+    size = float(word)
+    if not 1e-9 <= size < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} GB: a size above 0")
+    return size
 
 
 def bar(total: int) -> Callable[[], None]:

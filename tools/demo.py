@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megadiff.config import Config, load_config
-from megadiff.data.build import build_train_valid_test_datasets
 from megadiff.data.indexed_dataset import IndexedDataset
+from megadiff.parallel.mesh import Axis
+from megadiff.training.data import build_data, set_vocabulary
 from tools.plot_metrics import Metrics, draw, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,19 +135,20 @@ def discounted(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
     return np.where(total > 0, (higher + freed * lower) / np.maximum(total, 1), lower)
 
 
-def held_out_pairs(config: Config, prefix: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Every (token, next token) that the validation loss of the run is a mean over."""
-    t = config.training
-    _, dataset, _ = build_train_valid_test_datasets(
-        samples=(0, None, 0),
-        seq_length=t.seq_length,
-        seed=t.seed,
-        valid_data_path=[str(prefix)],
+def held_out_pairs(flags: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Every (token, next token) that the validation loss of a run with `flags` is a mean over."""
+    config = load_config(flags)
+    data = build_data(config, Axis(), set_vocabulary(config))
+    assert data.valid is not None and config.training.global_batch_size is not None
+    steps = data.valid.once(data.valid_samples, config.training.global_batch_size)
+    batches = [batch for step in steps for batch in step]
+    for batches_of in (data.train, data.valid):
+        batches_of.close()
+    before, scored = (
+        np.concatenate([getattr(b, name)[b.loss_mask > 0].numpy() for b in batches])
+        for name in ("tokens", "labels")
     )
-    assert dataset is not None and t.global_batch_size is not None
-    count = min(len(dataset), t.eval_iters * t.global_batch_size)
-    samples = np.stack([dataset[i].tokens for i in range(count)])
-    return samples[:, :-1].reshape(-1), samples[:, 1:].reshape(-1)
+    return before, scored
 
 
 # ------------------------------------------------------------------------------------ steps
@@ -235,7 +237,9 @@ def run_demo(out: Path, flags: list[str]) -> None:
 
     title(6, "Result")
     metrics = read_metrics(out / "metrics.jsonl")
-    bigram = kneser_ney_loss(training, held_out_pairs(config, held_out), VOCABULARY)
+    bigram = kneser_ney_loss(
+        training, held_out_pairs(["--config", str(CONFIG), *map(str, common)]), VOCABULARY
+    )
     draw(
         metrics,
         out / "demo.png",

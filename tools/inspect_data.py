@@ -88,6 +88,8 @@ def document_numbers(words: list[str], count: int) -> list[int]:
             raise DataError(f"--documents {word}: a number, or first-last")
         if int(first) >= count:
             raise DataError(f"--documents {word}: there are {count} documents, from 0 on")
+        if dash and int(last) < int(first):
+            raise DataError(f"--documents {word}: the first comes before the last")
         numbers += range(int(first), min(int(last) if dash else int(first), count - 1) + 1)
     return numbers
 
@@ -181,6 +183,10 @@ def step(arguments: argparse.Namespace, run_flags: list[str]) -> int:
     dataset = build_data(config, Axis(), eod).train.dataset
     first = arguments.consumed_samples
     if first is None:
+        steps = config.training.train_iters
+        assert steps is not None
+        if not 1 <= arguments.step <= steps:
+            raise DataError(f"--step {arguments.step}: the run has the steps 1 to {steps}")
         first = 0
         for _ in range(1, arguments.step):
             first += config.training.batch_size(first)
@@ -210,11 +216,11 @@ def main(words: list[str] | None = None) -> int:
         if rest:
             raise DataError(f"unknown words: {' '.join(rest)}")
         return commands[arguments.command](arguments)
-    except ValueError as error:  # DataError and the configuration's errors
-        print(f"inspect_data: error: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # into head, for example
         return 0
+    except (ValueError, OSError) as error:  # DataError and the configuration's errors among them
+        print(f"inspect_data: error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def settings_of(arguments: argparse.Namespace) -> PreprocessSettings:
     if arguments.workers < 1:
         raise DataError(f"--workers {arguments.workers}: at least 1")
-    separator = arguments.document_separator
-    if separator is not None:
-        separator = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    keys = arguments.json_keys
+    if len(set(keys)) < len(keys):
+        raise DataError(f"--json-keys {' '.join(keys)}: each key once")
     partition_bytes = PreprocessSettings.partition_bytes
     if arguments.partitions is not None:
         if arguments.partitions < 1:
@@ -97,9 +97,9 @@ def settings_of(arguments: argparse.Namespace) -> PreprocessSettings:
             vocab_size=arguments.vocab_size,
             tiktoken_pattern=arguments.tiktoken_pattern,
         ),
-        keys=arguments.json_keys,
+        keys=keys,
         input_format=arguments.input_format,
-        separator=separator,
+        separator=unescaped(arguments.document_separator),
         append_eod=arguments.append_eod,
         bos=arguments.bos,
         split_sentences=arguments.split_sentences,
@@ -110,6 +110,20 @@ def settings_of(arguments: argparse.Namespace) -> PreprocessSettings:
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
     )
+
+
+def unescaped(separator: str | None) -> str | None:
+    r"""`--document-separator`, in which \n stands for a line end."""
+    if separator is None:
+        return None
+    try:
+        text = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        text.encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise DataError(f"--document-separator {separator!r}: {error.reason}") from None
+    if not text:
+        raise DataError("--document-separator '': at least one character")
+    return text
 
 
 def report(totals: Totals, seconds: float, outputs: list[str]) -> str:

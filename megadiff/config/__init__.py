@@ -27,11 +27,12 @@ from megadiff.config.reading import (
     to_yaml,
     update_config,
 )
-from megadiff.config.validation import data_parallel_size, stage_sizes, validate
+from megadiff.config.validation import NATIVE_OPTIONS, data_parallel_size, stage_sizes, validate
 
 __all__ = [
     "DELTA_MIXERS",
     "MIXER_SYMBOLS",
+    "NATIVE_OPTIONS",
     "CheckpointConfig",
     "Config",
     "ConfigError",

@@ -11,6 +11,7 @@ from megadiff.config.options import (
     Config,
     ConfigError,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
     sections,
@@ -104,6 +105,10 @@ def _validate_model(m: ModelConfig, seq_length: int) -> None:
             m.position_embedding_type != "rope" or m.head_width(mixer) % 2 == 0,
             f"rotary positions need an even head width, and {mixer} has {m.head_width(mixer)}",
         )
+    _require(
+        m.use_rope_scaling or m.rope_scaling_factor == ModelConfig.rope_scaling_factor,
+        f"--rope-scaling-factor {m.rope_scaling_factor} needs --use-rope-scaling",
+    )
     if m.position_embedding_type == "learned_absolute":
         positions = m.max_position_embeddings or seq_length
         _require(
@@ -194,6 +199,10 @@ def _validate_split(config: Config, world_size: int) -> None:
     _require(
         p.recompute_granularity == "full" or p.recompute_method is None,
         f"--recompute-method {p.recompute_method} needs --recompute-granularity full",
+    )
+    _require(
+        p.recompute_granularity == "full" or p.recompute_num_layers == 1,
+        f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full",
     )
     _require(
         p.recompute_num_layers <= m.num_layers,
@@ -387,6 +396,10 @@ def _validate_training(config: Config, world_size: int) -> None:
         f"--main-weights {o.main_weights} is a way to round bfloat16 parameters: give --bf16",
     )
     _require(
+        o.lambda_lr_multiplier == 1 or "diff_v1" in config.model.mixers,
+        f"--lambda-lr-multiplier {o.lambda_lr_multiplier} is set, but no layer is diff_v1",
+    )
+    _require(
         o.loss_scale is None or t.fp16,
         f"--loss-scale {o.loss_scale} is for --fp16",
     )
@@ -439,6 +452,17 @@ def _validate_checkpoint(c: CheckpointConfig) -> None:
     )
 
 
+NATIVE_OPTIONS = {
+    "main_weights": "a bf16 run keeps float32 main weights",
+    "use_distributed_optimizer": "ZeRO 1 is its like; give --no-use-distributed-optimizer",
+    "overlap_grad_reduce": "zero_optimization.overlap_comm is its like",
+    "overlap_param_gather": "zero_optimization.overlap_comm is its like",
+    "accumulate_allreduce_grads_in_fp32": "data_types.grad_accum_dtype is its like",
+    "adam_kernel": "it runs torch's AdamW",
+}
+"""Options of the optimizer that only the native engine has, and what to do with DeepSpeed."""
+
+
 def _validate_deepspeed(config: Config) -> None:
     p, t, o = config.parallel, config.training, config.optimizer
     for name, used in {
@@ -448,13 +472,18 @@ def _validate_deepspeed(config: Config) -> None:
         f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
         "--fp64": t.fp64,
         "--optimizer muon": o.optimizer == "muon",
-        f"--main-weights {o.main_weights}": o.main_weights != "float32",
-        "--use-distributed-optimizer (ZeRO 1 is its like)": o.use_distributed_optimizer,
         "--check-weight-hash-across-dp-replicas-interval": (
             t.check_weight_hash_across_dp_replicas_interval is not None
         ),
     }.items():
         _require(not used, f"--deepspeed does not go with {name}; train without --deepspeed")
+    for name, instead in NATIVE_OPTIONS.items():
+        value = getattr(o, name)
+        _require(
+            value == getattr(OptimizerConfig(), name),
+            f"--{name.replace('_', '-')} ({value}) is the native engine's, and --deepspeed would "
+            f"ignore it: {instead}",
+        )
     groups, tp = config.model.query_groups, p.tensor_model_parallel_size
     _require(
         groups % tp == 0,

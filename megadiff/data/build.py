@@ -1,5 +1,6 @@
 """The datasets of a run from data paths, split and sample counts; blends; the cache of indices."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,9 +66,10 @@ def build_train_valid_test_datasets(
 
     Give `data_path` with `split` (a list of words as in `--data-path`), or the lists of the three
     splits. `samples` says how many samples each split must hold (None: one epoch; 0: not needed,
-    the split is None). `seq_length` in tokens. Every process builds the same; with `cache_path` one
-    process per disk builds the index and the others map it. Raises DataError for anything that is
-    not as it should be.
+    the split is None). A share of `split` for validation or test without a sample is left out with
+    a note. `seq_length` in tokens. Every process builds the same; with `cache_path` one process per
+    disk builds the index and the others map it. Raises DataError for anything that is not as it
+    should be.
     """
     settings = DataSettings(seq_length, seed, cache_path, mmap, packing)
     per_split = (train_data_path, valid_data_path, test_data_path)
@@ -78,10 +80,16 @@ def build_train_valid_test_datasets(
             raise DataError("--data-path needs --split, for example 969,30,1")
         blend = parse_blend(data_path)
         fractions = parse_split(split)
-        return tuple(  # type: ignore[return-value]
-            _build(blend, name, part, wanted, settings)
-            for name, part, wanted in zip(SPLITS, fractions, samples, strict=True)
-        )
+        datasets: list[Dataset | None] = []
+        for name, part, wanted in zip(SPLITS, fractions, samples, strict=True):
+            try:
+                datasets.append(_build(blend, name, part, wanted, settings))
+            except NoSamples as error:
+                if name == "train":
+                    raise
+                note(f"no {name} set: {error}")
+                datasets.append(None)
+        return tuple(datasets)  # type: ignore[return-value]
     if split is not None:
         raise DataError("--split belongs to --data-path; per-split paths are used whole")
     return tuple(  # type: ignore[return-value]
@@ -157,7 +165,7 @@ def _without_empty(
         if lengths[first:last].sum(dtype=np.int64) >= least:
             kept.append(number)
         else:
-            _say(f"{prefix} has nothing for the {name} split and is left out of its blend")
+            note(f"{prefix} has nothing for the {name} split and is left out of its blend")
     if not kept:
         raise NoSamples(f"no dataset of the {name} blend has data for this split; change --split")
     weights = None
@@ -237,6 +245,12 @@ def _announced(what: str, entries: int) -> Iterator[None]:
     _say(f"making {what}, {entries} entries")
     yield
     _say(f"made {what} in {time.monotonic() - began:.0f} s")
+
+
+def note(line: str) -> None:
+    """Say what every process of the run finds alike, once."""
+    if os.environ.get("RANK", "0") == "0":
+        _say(line)
 
 
 def _say(line: str) -> None:

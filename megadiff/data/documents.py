@@ -1,9 +1,9 @@
 """From a block of an input file to its documents; what is wrong with one becomes a `Problem`."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from megadiff.data.inputs import Block
 
@@ -29,9 +29,6 @@ class _Bad(Exception):
     """Arguments: kind and detail of the problem."""
 
 
-Numbered = Iterator[tuple[int, Callable[[], list[str]]]]  # a number from 1, what reads the texts
-
-
 def read_documents(
     block: Block, keys: Sequence[str], separator: bytes | None
 ) -> Iterator[list[str] | Problem]:
@@ -39,46 +36,51 @@ def read_documents(
 
     Plain text gives its text for the only key. Blank lines of JSON lines are passed over.
     """
+    documents: Iterable[Any]
+    read: Callable[[Any, Sequence[str]], list[str]]
     match block.kind:
         case "error":
             yield Problem(block.source, "", "unreadable file", block.data.decode())
             return
         case "jsonl":
-            unit, documents = "line", _json_lines(block.data, keys)
+            unit, documents, read = "line", block.data.split(b"\n"), _json_texts
         case "text":
-            unit, documents = "document", _plain_texts(block.data, separator)
+            unit, documents, read = "document", _plain_texts(block.data, separator), _plain_text
         case "parquet":
-            unit, documents = "row", _rows(block.data, keys)
-    for number, read in documents:
+            unit, documents, read = "row", _rows(block.data, keys), _cells
+    for number, document in enumerate(documents, block.line + 1):
         try:
-            yield [_unicode(text) for text in read()]
+            texts = read(document, keys)
+            for text in texts:
+                if not text.isascii():
+                    text.encode("utf-8")
         except _Bad as bad:
-            yield Problem(block.source, f"{unit} {block.line + number}", *bad.args)
+            yield Problem(block.source, f"{unit} {number}", *bad.args)
+        except UnicodeEncodeError as error:
+            detail = f"a lone surrogate at character {error.start}"
+            yield Problem(block.source, f"{unit} {number}", "not Unicode", detail)
+        else:
+            if texts:
+                yield texts
 
 
-def _json_lines(data: bytes, keys: Sequence[str]) -> Numbered:
-    for number, raw in enumerate(data.split(b"\n"), 1):
-        line = raw.removeprefix(BOM).strip()
-        if line:
-            yield number, partial(_json_texts, line, keys)
-
-
-def _plain_texts(data: bytes, separator: bytes | None) -> Numbered:
+def _plain_texts(data: bytes, separator: bytes | None) -> list[bytes]:
     texts = data.split(separator) if separator else [data]
     if separator and not texts[-1]:
         texts.pop()
-    for number, raw in enumerate(texts, 1):
-        yield number, partial(_cells, [raw.removeprefix(BOM)], ["text"])
+    return texts
 
 
-def _rows(data: bytes, keys: Sequence[str]) -> Numbered:
+def _plain_text(raw: bytes, keys: Sequence[str]) -> list[str]:
+    return [_decode(raw.removeprefix(BOM))]
+
+
+def _rows(data: bytes, keys: Sequence[str]) -> Iterator[Sequence[bytes | None]]:
     import pyarrow as pa
 
     with pa.ipc.open_stream(data) as reader:
         table = reader.read_all()
-    columns = [table.column(key).to_pylist() for key in keys]
-    for number, values in enumerate(zip(*columns, strict=True), 1):
-        yield number, partial(_cells, values, keys)
+    return zip(*(table.column(key).to_pylist() for key in keys), strict=True)
 
 
 def _cells(values: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
@@ -90,7 +92,10 @@ def _cells(values: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
     return texts
 
 
-def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+def _json_texts(raw: bytes, keys: Sequence[str]) -> list[str]:
+    line = raw.removeprefix(BOM).strip()
+    if not line:
+        return []
     if b"\0" in line:
         raise _Bad("NUL bytes", "a hole left by an interrupted copy, or UTF-16 text")
     try:
@@ -133,11 +138,3 @@ def _decode(raw: bytes) -> str:
         hint = " (it looks like UTF-16)" if utf16 else ""
         at = f"byte 0x{raw[error.start]:02x} at {error.start}{hint}"
         raise _Bad("not UTF-8", f"{at}; convert it with iconv") from None
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _Bad("not Unicode", f"a lone surrogate at character {error.start}") from None
-    return text

@@ -175,8 +175,7 @@ def _cut(chunks: Iterator[bytes], end: bytes | None) -> Iterator[bytes]:
         if chunk and size < enough:
             continue
         data = b"".join(held)
-        # split, not rfind: where separators overlap, as in five line ends, the first one counts
-        cut = size - len(data.split(end)[-1]) if end else 0
+        cut = _last(data, end) if end else 0
         if not chunk and failure is None:
             cut = size
         if cut:
@@ -189,6 +188,14 @@ def _cut(chunks: Iterator[bytes], end: bytes | None) -> Iterator[bytes]:
             raise DataError(f"a document of more than {LONGEST} bytes: is this a text file?")
     if failure:
         raise failure
+
+
+def _last(data: bytes, end: bytes) -> int:
+    """Where the last `end` in `data` ends; 0 if there is none."""
+    if len(end) == 1:
+        return data.rfind(end) + 1
+    # where separators overlap, as in five line ends, the first one counts
+    return len(data) - len(data.split(end)[-1])
 
 
 @dataclass

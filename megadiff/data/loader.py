@@ -1,6 +1,6 @@
 """Micro-batches of one data-parallel rank; the only module of the data room that uses torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,18 +107,21 @@ def _document_starts(sample: Sample, tokens: np.ndarray, eod: int | None) -> np.
     return starts[starts < len(tokens)]
 
 
-def pad_cu_seqlens(batches: Sequence[MicroBatch]) -> None:
-    """Bring `cu_seqlens` of all micro-batches to one length, a power of two plus one."""
+def pad_cu_seqlens(batches: Sequence[MicroBatch], pin_memory: bool = False) -> None:
+    """Bring `cu_seqlens` of all micro-batches to one length, a power of two plus one.
+
+    They become rows of one tensor, in page-locked memory with `pin_memory`.
+    """
     given = [batch.cu_seqlens for batch in batches if batch.cu_seqlens is not None]
     if not given:
         return
     documents = max(len(cu_seqlens) for cu_seqlens in given) - 1
     length = (1 << (documents - 1).bit_length()) + 1
-    for batch in batches:
-        cu_seqlens = batch.cu_seqlens
-        assert cu_seqlens is not None
-        padding = cu_seqlens[-1:].expand(length - len(cu_seqlens))
-        batch.cu_seqlens = torch.cat([cu_seqlens, padding])
+    rows = torch.empty(len(batches), length, dtype=torch.int32, pin_memory=pin_memory)
+    for batch, row, cu_seqlens in zip(batches, rows, given, strict=True):
+        row[: len(cu_seqlens)] = cu_seqlens
+        row[len(cu_seqlens) :] = cu_seqlens[-1]
+        batch.cu_seqlens = row
 
 
 class BatchLoader:
@@ -126,7 +129,7 @@ class BatchLoader:
 
     With `num_workers` threads the step after the one just given is made ahead, in page-locked
     memory with `pin_memory`. What is made ahead is only a guess: asking for another step is always
-    right.
+    right. `check` sees each micro-batch where it is made and raises what is wrong with it.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class BatchLoader:
         rules: DocumentRules | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        check: Callable[[MicroBatch], None] | None = None,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -146,6 +150,7 @@ class BatchLoader:
         self.data_parallel_size = data_parallel_size
         self.rules = rules or DocumentRules()
         self.pin_memory = pin_memory
+        self.check = check
         if self.rules.eod_mask_loss and self.rules.eod is None:
             raise ValueError("--eod-mask-loss needs a tokenizer with an end-of-document token")
         self._threads = None
@@ -165,7 +170,7 @@ class BatchLoader:
             assert self._ahead is not None
             batches = [future.result() for future in self._ahead[1]]
             self._submit(consumed_samples + global_batch_size, global_batch_size)
-        pad_cu_seqlens(batches)
+        pad_cu_seqlens(batches, self.pin_memory)
         return batches
 
     def close(self) -> None:
@@ -193,16 +198,20 @@ class BatchLoader:
 
     def _make(self, numbers: range) -> MicroBatch:
         batch = collate([self.dataset[number] for number in numbers], self.rules)
+        if self.check is not None:
+            self.check(batch)
         return pinned(batch) if self.pin_memory else batch
 
 
 def pinned(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch in page-locked memory, from which copies to a GPU do not wait."""
-    cu_seqlens = batch.cu_seqlens
+    """The micro-batch in page-locked memory, from which copies to a GPU do not wait.
+
+    All but `cu_seqlens`, which `pad_cu_seqlens` moves.
+    """
     return MicroBatch(
         tokens=batch.tokens.pin_memory(),
         labels=batch.labels.pin_memory(),
         loss_mask=batch.loss_mask.pin_memory(),
         positions=batch.positions.pin_memory(),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.pin_memory(),
+        cu_seqlens=batch.cu_seqlens,
     )

@@ -8,7 +8,6 @@ notes in a journal where reading goes on.
 
 import hashlib
 import os
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from megadiff.data.documents import Problem, read_documents
 from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import best_dtype
 from megadiff.data.inputs import Block, Position, list_inputs, read_blocks
+from megadiff.data.long_text import encode_all
 from megadiff.data.parallel_map import ordered_map
 from megadiff.data.preprocess_output import Encoded, Journal, Parts, State, Totals, exclusive
 from megadiff.data.progress import Progress
@@ -148,27 +148,26 @@ def _encode(
     texts: list[str], settings: PreprocessSettings, tokenizer: Tokenizer, dtype: np.dtype
 ) -> Encoded:
     """All `texts` with their `bos` and `eod`, one sequence each or one per sentence."""
-    parts = [split_sentences(t) if settings.split_sentences else [t] for t in texts]
-    ids = iter(tokenizer.encode_batch([sequence for part in parts for sequence in part]))
-    bos = np.array([tokenizer.bos] if settings.bos else [], dtype=dtype).tobytes()
-    eod = np.array([tokenizer.eod] if settings.append_eod else [], dtype=dtype).tobytes()
-    tokens: list[bytes] = []
-    lengths, longest = array("i"), 0
-    for part in parts:
-        sequences = [np.asarray(next(ids), dtype=dtype).tobytes() for _ in part]
-        sequences[0] = bos + sequences[0]
-        sequences[-1] += eod
-        sizes = [len(sequence) // dtype.itemsize for sequence in sequences]
-        tokens += sequences
-        lengths.extend(sizes)
-        longest = max(longest, sum(sizes))
-    return Encoded(
-        b"".join(tokens),
-        lengths.tobytes(),
-        array("i", map(len, parts)).tobytes(),
-        sum(lengths),
-        longest,
-    )
+    parts = [split_sentences(text) if settings.split_sentences else [text] for text in texts]
+    ids = encode_all(tokenizer, [sequence for part in parts for sequence in part])
+    lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+    counts = np.fromiter(map(len, parts), np.int32, len(parts))
+    ends = np.cumsum(counts)  # the sequence after the last of each document
+    firsts, lasts = ends - counts, ends - 1
+    lengths[firsts] += settings.bos
+    lengths[lasts] += settings.append_eod
+    after = np.cumsum(lengths, dtype=np.int64)  # the token after the last of each sequence
+    begins = after - lengths
+    tokens = np.empty(lengths.sum(dtype=np.int64), dtype=dtype)
+    if settings.bos:
+        tokens[begins[firsts]] = tokenizer.bos
+        begins[firsts] += 1
+    for begin, sequence in zip(begins.tolist(), ids, strict=True):
+        tokens[begin : begin + len(sequence)] = sequence
+    if settings.append_eod:
+        tokens[after[lasts] - 1] = tokenizer.eod
+    longest = np.add.reduceat(lengths, firsts).max() if len(parts) else 0
+    return Encoded(tokens.tobytes(), lengths.tobytes(), counts.tobytes(), len(tokens), int(longest))
 
 
 def preprocess(settings: PreprocessSettings) -> Totals:

@@ -7,6 +7,7 @@ never as the token of that name. Libraries are imported where they are used.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,9 @@ def _lookup(vocabulary: dict[str, int], named: str | None, usual: Sequence[str])
     return None
 
 
+_BETWEEN_TEXTS = "\0<|between texts|>\0"
+
+
 class TikTokenizer(Tokenizer):
     """A file of tiktoken ranks: a line per token, its bytes in base64 and its id.
 
@@ -162,6 +166,7 @@ class TikTokenizer(Tokenizer):
         table = _read_ranks(ranks)
         count = max(table.values()) + 1
         special = {"<|endoftext|>": count, "<|begin_of_text|>": count + 1, "<|pad|>": count + 2}
+        special[_BETWEEN_TEXTS] = self._between = count + 3  # never leaves this class
         patterns = {"cl100k": CL100K_PATTERN, "o200k": O200K_PATTERN}
         self._model = tiktoken.Encoding(
             Path(ranks).stem,
@@ -176,7 +181,14 @@ class TikTokenizer(Tokenizer):
         return self._model.encode_ordinary(text)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
-        return [self._model.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        """In one call: between texts stands a mark, at which tiktoken cuts as at their ends."""
+        joined = self._model.encode_to_numpy(
+            _BETWEEN_TEXTS.join(texts), allowed_special={_BETWEEN_TEXTS}, disallowed_special=()
+        )
+        marks = np.flatnonzero(joined == self._between).tolist()
+        if len(marks) != len(texts) - 1:  # there are none, or one holds the mark itself
+            return [self.encode(text) for text in texts]
+        return [joined[a + 1 : b] for a, b in pairwise([-1, *marks, len(joined)])]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])

@@ -13,6 +13,7 @@ from megadiff.data.build import (
     Dataset,
     build_named_datasets,
     build_train_valid_test_datasets,
+    note,
 )
 from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
@@ -32,7 +33,9 @@ def set_vocabulary(config: Config) -> int | None:
     d, m = config.data, config.model
     files = d.tokenizer_model or d.vocab_file or d.tokenizer_type == "ByteTokenizer"
     if d.tokenizer_type == "NullTokenizer" and m.vocab_size is not None:
-        m.vocab_size += 1  # as in Megatron-LM, the end of document comes on top
+        if d.tokenizer_model != str(m.vocab_size - 1):  # else a run's config.yaml, read back
+            d.tokenizer_model = str(m.vocab_size)
+            m.vocab_size += 1  # as in Megatron-LM, the end of document comes on top
         return m.vocab_size - 1
     if not files and m.vocab_size is None:
         raise ConfigError(
@@ -49,6 +52,11 @@ def set_vocabulary(config: Config) -> int | None:
     if m.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {m.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if m.vocab_size - tokenizer.vocab_size >= m.make_vocab_size_divisible_by:
+        note(
+            f"the vocabulary has {m.vocab_size:,} entries (--vocab-size, or that of the preset), "
+            f"the tokenizer {tokenizer.vocab_size:,}: the others stay unused"
         )
     return tokenizer.eod
 
@@ -88,11 +96,12 @@ class Batches:
             rules=self.rules,
             num_workers=num_workers,
             pin_memory=self.pin_memory,
+            check=self._check,
         )
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's part of the global batch that begins after `consumed_samples`."""
-        return self._checked(self._loader.step(consumed_samples, global_batch_size))
+        return self._loader.step(consumed_samples, global_batch_size)
 
     def close(self) -> None:
         """End the threads that make batches ahead."""
@@ -102,7 +111,7 @@ class Batches:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
         loader = self._over(_First(self.dataset, samples), num_workers=0)
         for first in range(0, samples, global_batch_size):
-            batches = self._checked(loader.step(first, global_batch_size))
+            batches = loader.step(first, global_batch_size)
             numbers = sample_numbers(
                 first, global_batch_size, self.micro_batch_size, self.dp.rank, self.dp.size
             )
@@ -110,18 +119,16 @@ class Batches:
                 batch.loss_mask[max(samples - run.start, 0) :] = 0.0
             yield batches
 
-    def _checked(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        for batch in batches:
-            largest = max(int(batch.tokens.max()), int(batch.labels.max()))
-            smallest = min(int(batch.tokens.min()), int(batch.labels.min()))
-            if smallest < 0:
-                raise DataError(f"the {self.name} data hold token {smallest}: they are damaged")
-            if largest >= self.vocab_size:
-                raise DataError(
-                    f"the {self.name} data hold token {largest}, but the vocabulary has "
-                    f"{self.vocab_size}: they were made with another tokenizer"
-                )
-        return batches
+    def _check(self, batch: MicroBatch) -> None:
+        largest = max(int(batch.tokens.max()), int(batch.labels.max()))
+        smallest = min(int(batch.tokens.min()), int(batch.labels.min()))
+        if smallest < 0:
+            raise DataError(f"the {self.name} data hold token {smallest}: they are damaged")
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"the {self.name} data hold token {largest}, but the vocabulary has "
+                f"{self.vocab_size}: they were made with another tokenizer"
+            )
 
 
 @dataclass(frozen=True)

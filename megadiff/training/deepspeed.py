@@ -2,13 +2,14 @@
 
 DeepSpeed partitions weights, gradients and optimizer state, accumulates and clips; the loss, the
 schedule, the logs and the checkpoints are the native engine's. Checkpoints are in megadiff's own
-format: any split opens them, and in float32 either engine resumes what the other saved.
+format: any split opens them, and either engine resumes what the other saved.
 """
 
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,14 @@ from megadiff.data.loader import MicroBatch
 from megadiff.models.build import build_model
 from megadiff.optim.groups import group_rule
 from megadiff.optim.optimizer import StepResult
-from megadiff.optim.shards import StatePiece
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import initialize, local_view, record_of
 from megadiff.parallel.pipeline import sum_of_losses
 from megadiff.training.engine import to_device
 from megadiff.training.setup import Environment
+from megadiff.training.zero_state import ZeroState, local_shape, stage3_part
 
 logger = logging.getLogger(__name__)
-
-_STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def read_settings(config: Config, world_size: int) -> dict[str, Any]:
@@ -79,6 +78,11 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
     for key, value in wanted.items():
         _fill(settings, key, value, path)
     stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if stage == 0 and t.dtype != "float32" and config.parallel.tensor_model_parallel_size > 1:
+        raise ConfigError(  # seen in 0.19.8; at stage 1 and above, and in float32, it is right
+            f"{path}: at ZeRO stage 0 in 16 bits DeepSpeed's gradient norm leaves out the tensor "
+            "ranks but one; use stage 1"
+        )
     if t.bf16 and stage > 0:
         _fill(settings, "data_types.grad_accum_dtype", "fp32", path)
     # The optimizer below is torch's own, on the CPU too where it is offloaded.
@@ -103,11 +107,9 @@ class _ModelParallelUnit:
     """The mesh in the words that DeepSpeed asks for it."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
+        assert mesh.device_mesh is not None
         self.mesh = mesh
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        self.groups: dict[str, Any] = {
-            name: getattr(mesh, name).group or alone for name in ("tp", "dp")
-        }
+        self.groups = {name: mesh.device_mesh.get_group(name) for name in ("tp", "dp")}
 
     def get_model_parallel_rank(self) -> int:
         return self.mesh.tp.rank
@@ -142,6 +144,7 @@ def _load_library() -> Any:
         ) from None
     # Its shared-memory collectives for CPUs compile for minutes at first use; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault("LOCAL_RANK", "0")  # it insists, for a single process too
     return deepspeed
 
 
@@ -154,6 +157,7 @@ class DeepSpeedEngine:
         self.notes: list[str] = []
         self.model = build_model(config, env.mesh, dtype=env.dtype, device=env.device)
         initialize(self.model, config.training.seed)
+        wide = {p for p in self.model.parameters() if p.dtype != env.dtype}
         for parameter in self.model.parameters():
             sharded = any(s.copies == 1 for s in record_of(parameter).sections)
             parameter.tensor_model_parallel = parameter.model_parallel = (  # type: ignore[attr-defined]
@@ -172,7 +176,7 @@ class DeepSpeedEngine:
             mpu=_ModelParallelUnit(env.mesh),
             dist_init_required=False,
         )
-        self.optimizer = ZeroState(self.engine, self.model, self.stage, config, env.mesh)
+        self.optimizer = ZeroState(self.engine, self.model, wide, self.stage, config, env.mesh)
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         if len(batches) != self.engine.gradient_accumulation_steps():  # a batch that ramps up
@@ -199,6 +203,8 @@ class DeepSpeedEngine:
         skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         if norm is None:
             norm = self.engine.get_global_grad_norm()
+            if self.stage == 3 and norm is not None:  # divided by the scale after this step
+                norm = float(norm) * self.optimizer.loss_scale / scale.item()
         self.optimizer.steps += 1
         self.optimizer.updates += not skipped
         return StepResult(
@@ -232,22 +238,35 @@ class DeepSpeedEngine:
         return square.sqrt()
 
     def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
-        """See `Engine.weights`. At stage 3 a rank holds a flat part of every parameter."""
-        if self.stage < 3:
-            return module_tensors(self.model, replica, replicas)
+        """See `Engine.weights`. At stage 3 a rank holds a flat part of every parameter.
+
+        What the native engine keeps in float32 (norms, lambda vectors) is written from its main
+        weight, and has no other: checkpoints of both engines hold the same tensors.
+        """
+        wide = self.optimizer.wide
         tensors: Tensors = {}
-        for parameter in self.model.parameters():
-            start, values = _stage3_part(parameter, parameter.ds_tensor, self.mesh)  # type: ignore[attr-defined]
-            shape = parameter.ds_shape  # type: ignore[attr-defined]
+        parts = self.optimizer.main_weights_of(wide)
+        if self.stage < 3:
+            names = {section.name for p in wide for section in record_of(p).sections}
+            tensors = module_tensors(self.model, replica, replicas)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
+        else:
+            for p in self.model.parameters():
+                if p not in wide:
+                    parts.append((p, *stage3_part(p, p.ds_tensor, self.mesh), True))  # type: ignore[attr-defined]
+        for p, start, values, write in parts:
+            stop = start + values.numel()
             for section, piece in flat_pieces(
-                record_of(parameter), shape, start, start + values.numel(), values
+                record_of(p), local_shape(p), start, stop, values, write
             ):
                 add_piece(tensors, section.name, section.shape, piece)
         return tensors
 
 
-def _torch_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD with one group for each rule of decay and learning rate."""
+def optimizer_groups(
+    model: nn.Module, config: OptimizerConfig
+) -> dict[tuple[bool, float], list[nn.Parameter]]:
+    """The parameters by their rule of decay and learning rate, in the optimizer's order."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         rules = {group_rule(s.group, config) for s in record_of(parameter).sections}
@@ -255,139 +274,16 @@ def _torch_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.O
             names = ", ".join(s.name for s in record_of(parameter).sections)
             raise ConfigError(f"DeepSpeed can not treat the parts of one tensor apart: {names}")
         groups.setdefault(rules.pop() if rules else (False, 1.0), []).append(parameter)
+    return groups
+
+
+def _torch_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's AdamW or SGD with one group for each rule of decay and learning rate."""
     options = [
         {"params": members, "decays": decays, "multiplier": multiplier}
-        for (decays, multiplier), members in groups.items()
+        for (decays, multiplier), members in optimizer_groups(model, config).items()
     ]
     if config.optimizer == "sgd":
         return torch.optim.SGD(options, lr=config.lr, momentum=config.sgd_momentum)
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(options, lr=config.lr, betas=betas, eps=config.adam_eps)
-
-
-def _stage3_part(parameter: nn.Parameter, flat: Tensor, mesh: ParallelMesh) -> tuple[int, Tensor]:
-    """Where in the flattened parameter this rank's partition begins, and it without padding."""
-    total = parameter.ds_numel  # type: ignore[attr-defined]
-    size = -(-total // mesh.dp.size)
-    start = min(mesh.dp.rank * size, total)
-    return start, flat[: min(size, total - start)]
-
-
-class ZeroState:
-    """DeepSpeed's optimizer state as the checkpoint code asks for it (`optim.Optimizer`).
-
-    The state is filled with zeros at the start, where torch's optimizers would wait for their first
-    step, so that a checkpoint can be loaded before it.
-    """
-
-    def __init__(
-        self, engine: Any, model: nn.Module, stage: int, config: Config, mesh: ParallelMesh
-    ) -> None:
-        self.zero, self.model, self.stage, self.mesh = engine.optimizer, model, stage, mesh
-        self.steps = self.updates = 0  # all of them, and those that were not skipped
-        self.main_weights = config.training.dtype != "float32"
-        self.keys = _STATE_KEYS[config.optimizer.optimizer]
-        if config.optimizer.optimizer == "sgd" and not config.optimizer.sgd_momentum:
-            self.keys = ()
-        self.inner = self.zero if self._plain else self.zero.optimizer
-        for tensor in self._state_tensors():
-            state = self.inner.state[tensor]
-            if config.optimizer.optimizer == "adam":
-                state["step"] = torch.zeros((), dtype=torch.float32)
-            for key in self.keys:
-                state[key] = torch.zeros_like(tensor)
-        if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
-            self.zero._lazy_init_hp_params_optimizer_state()
-
-    @property
-    def _plain(self) -> bool:
-        return isinstance(self.zero, torch.optim.Optimizer)
-
-    def _state_tensors(self) -> list[Tensor]:
-        """The tensors that torch's optimizer updates on this rank."""
-        if self.stage == 3:
-            return list(self.zero.fp32_partitioned_groups_flat)
-        return [p for group in self.inner.param_groups for p in group["params"]]
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale of float16's loss, 1 for other types."""
-        return float(getattr(self.zero, "cur_scale", None) or getattr(self.zero, "loss_scale", 1.0))
-
-    def state_pieces(self) -> Iterator[StatePiece]:
-        """See `Optimizer.state_pieces`; main weights only where they are not the parameters."""
-        for parameter, key, start, values, write in self._fragments():
-            if key != "main_weight" or self.main_weights:
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                yield StatePiece("", parameter, shape, key, start, values, write)
-
-    def _fragments(self) -> Iterator[tuple[nn.Parameter, str, int, Tensor, bool]]:
-        """(parameter, key, first element, flat values, whether this rank writes them)."""
-        keys = ("main_weight", *self.keys)
-        if self._plain:
-            for parameter in self.model.parameters():
-                for key in self.keys:
-                    values = self.inner.state[parameter][key].view(-1)
-                    yield parameter, key, 0, values, self.mesh.dp.rank == 0
-            return
-        if hasattr(self.zero, "fp32_groups_flat"):  # float16 without partitions
-            yield from self._whole_groups(keys)
-            return
-        for parameter in self.model.parameters():
-            if self.stage == 3:
-                for key in keys:
-                    flat, _ = self.zero._get_fp32_opt_state_partition(
-                        parameter, False, None if key == "main_weight" else key
-                    )
-                    start, values = _stage3_part(parameter, flat, self.mesh)
-                    if values.numel():
-                        yield parameter, key, start, values, True
-            elif parameter._hp_mapping is not None:  # type: ignore[attr-defined]
-                mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-                start = mapping.lp_fragment_address.start
-                yield parameter, "main_weight", start, mapping.hp_fragment.detach(), True
-                for key in self.keys:
-                    yield parameter, key, start, mapping.get_hp_fragment(key), True
-
-    def _whole_groups(
-        self, keys: Sequence[str]
-    ) -> Iterator[tuple[nn.Parameter, str, int, Tensor, bool]]:
-        write = self.mesh.dp.rank == 0
-        for members, flat in zip(self.zero.fp16_groups, self.zero.fp32_groups_flat, strict=True):
-            offset = 0
-            for parameter in members:
-                for key in keys:
-                    whole = flat.detach() if key == "main_weight" else self.inner.state[flat][key]
-                    yield parameter, key, 0, whole[offset : offset + parameter.numel()], write
-                offset += parameter.numel()
-
-    def state_scalars(self) -> dict[str, float]:
-        scalars = {"steps": float(self.steps), "updates": float(self.updates)}
-        return scalars | ({"loss_scale": self.loss_scale} if self.loss_scale != 1.0 else {})
-
-    def load_scalars(self, scalars: dict[str, float]) -> None:
-        self.steps, self.updates = int(scalars["steps"]), int(scalars["updates"])
-        for tensor in self._state_tensors():
-            if "step" in self.inner.state[tensor]:
-                self.inner.state[tensor]["step"].fill_(scalars["updates"])
-
-    def wait_for_parameters(self) -> None:
-        """DeepSpeed's parameters are whole when its step returns."""
-
-    @torch.no_grad()
-    def parameters_from_main_weights(self) -> None:
-        """Weights were loaded beside their main weights; without those, they are the weights."""
-        if not self.main_weights:
-            self.main_weights_from_parameters()
-
-    @torch.no_grad()
-    def main_weights_from_parameters(self) -> None:
-        """After parameters were loaded or set without optimizer state."""
-        for parameter, key, start, values, _ in self._fragments():
-            if key != "main_weight":
-                continue
-            if self.stage == 3:
-                _, own = _stage3_part(parameter, parameter.ds_tensor, self.mesh)  # type: ignore[attr-defined]
-            else:
-                own = parameter.detach().view(-1)[start : start + values.numel()]
-            values.copy_(own)

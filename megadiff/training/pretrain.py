@@ -151,9 +151,12 @@ def resume(
         checkpointing.restore(saved, engine, env, weights_only=True)
         log.line(f" loaded the weights of {saved.path}, starting at iteration 0")
         return Progress(), schedule
-    if "data" not in saved.metadata:
+    if "optimizer" not in saved.metadata:
         raise CheckpointError(f"{saved.path} holds weights alone; start from them with --finetune")
-    differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
+    if "data" in saved.metadata:
+        differences = checkpointing.data_differences(saved.metadata["data"], data.identity)
+    else:  # converted from another engine's
+        differences = ["the checkpoint does not tell which"]
     if differences and config.checkpoint.allow_data_change:
         log.line(f" the data change from here on: {'; '.join(differences)}")
     elif differences:
@@ -167,7 +170,7 @@ def resume(
     try:
         schedule = resume_schedule(
             schedule,
-            saved.metadata["schedule"],
+            saved.metadata.get("schedule", {}),
             override_opt_param_scheduler=o.override_opt_param_scheduler,
             use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
         )

@@ -48,7 +48,7 @@ def start(config: Config) -> Environment:
     parallel = config.parallel
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     control: Any = None
-    if world_size() > 1 and not dist.is_initialized():
+    if (world_size() > 1 or config.training.deepspeed) and not dist.is_initialized():
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         store, rank, size = _meet(timeout)
         dist.init_process_group(
@@ -89,6 +89,8 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     restart tells them apart. Machines count restarts differently; launch/environment.sh has the
     setting that gives every restart a store of its own.
     """
+    if "RANK" not in os.environ:  # a single process that no launcher started
+        return dist.HashStore(), 0, 1
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

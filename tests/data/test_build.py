@@ -67,11 +67,18 @@ def test_absent_parts_are_none(three: list[str]) -> None:
     assert train and valid is None and documents_of(test) <= set(range(1000, 1200))
 
 
-def test_an_empty_split_is_an_error_not_a_loop(three: list[str]) -> None:
-    with pytest.raises(DataError, match=r"test split \(sequences 100 to 100\): no tokens"):
-        build((5, 5, 5), data_path=[three[0]], split="98,1.6,0.4")
-    # no samples wanted: nothing to complain of
+def test_an_empty_share_for_testing_is_left_out(
+    three: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, valid, test = build((5, 5, 5), data_path=[three[0]], split="98,1.6,0.4")
+    assert train and valid and test is None
+    said = capsys.readouterr().err
+    assert said.startswith("no test set: ") and "(sequences 100 to 100): no tokens" in said
+    # no samples wanted: nothing to say
     assert build((5, 0, 0), data_path=[three[0]], split="98,1.6,0.4")[2] is None
+    assert capsys.readouterr().err == ""
+    with pytest.raises(DataError, match=r"train split \(sequences 0 to 0\): no tokens"):
+        build((5, 5, 5), data_path=[three[0]], split="0.4,98,1.6")
 
 
 def test_weighted_blend(three: list[str]) -> None:

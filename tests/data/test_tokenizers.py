@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megadiff.data import long_text
 from megadiff.data.errors import DataError
 from megadiff.data.tokenizers import Tokenizer, build_tokenizer
 
@@ -125,11 +126,41 @@ def test_a_batch_is_its_texts_one_by_one(tokenizer: Tokenizer) -> None:
     assert batch == [tokenizer.encode(text) for text in texts]
 
 
+@pytest.mark.parametrize("text", [TEXT, "x" * 9000, "¡ no  words ! " * 900, " a b" * 3000])
+def test_a_long_text_in_pieces_has_the_same_ids(
+    tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0
+
+    def encode_batch(texts: list[str]):
+        nonlocal longest
+        longest = max(longest, *map(len, texts))
+        return whole(texts)
+
+    expected, whole = tokenizer.encode(text), tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
+    monkeypatch.setattr(long_text, "PIECE", 700)
+    ids = long_text.encode_all(tokenizer, ["before", text])
+    assert [list(map(int, one)) for one in ids] == [tokenizer.encode("before"), expected]
+    assert (longest < 2000) == ("a" in text)  # between letters on both sides it can be cut
+
+
 def test_end_of_document_is_an_id_of_its_own(tokenizer: Tokenizer) -> None:
     assert tokenizer.eod is not None and 0 <= tokenizer.eod < tokenizer.vocab_size
     ids = [*tokenizer.encode("one"), tokenizer.eod, *tokenizer.encode("two")]
     assert ids.count(tokenizer.eod) == 1
     assert isinstance(tokenizer.decode(np.array(ids)), str)
+
+
+def test_the_mark_of_tiktoken_inside_a_text_is_text(tmp_path: Path) -> None:
+    from megadiff.data.tokenizers import _BETWEEN_TEXTS
+
+    tokenizer = tiktoken(tmp_path)
+    texts = ["the", f"a{_BETWEEN_TEXTS}b", "", "the the"]
+    batch = [list(map(int, ids)) for ids in tokenizer.encode_batch(texts)]
+    assert batch == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.decode(batch[1]) == texts[1] and max(batch[1]) < tokenizer.vocab_size
+    assert tokenizer.encode_batch([]) == []
 
 
 def test_tiktoken_merges(tmp_path: Path) -> None:

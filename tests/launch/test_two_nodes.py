@@ -16,7 +16,7 @@ from tests.launch.corpus import ROOT, iterations_logged, last_losses, make_corpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-ITERATIONS = 80
+ITERATIONS = 400  # some ten seconds on a quiet machine: the kill must come before the end
 FLAGS = ["--train-iters", ITERATIONS, "--save-interval", 10, "--distributed-timeout-minutes", 1]
 
 

@@ -79,3 +79,11 @@ def test_missing_input(tmp_path, capsys):
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["from-hf", "--input", str(tmp_path / "gone"), "--output", output]) == 2
     assert "gone/config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1", "x"])
+def test_a_shard_size_that_is_none(size, tmp_path, capsys):
+    words = ["to-hf", "--load", str(tmp_path), "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--max-shard-size", size])
+    assert "argument --max-shard-size: " in capsys.readouterr().err

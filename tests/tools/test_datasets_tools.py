@@ -59,6 +59,10 @@ def test_shards_hold_about_as_many_tokens(tmp_path: Path) -> None:
         (split_dataset.main, "--input {a} --output-prefix {out} --shards 99", "has 40 documents"),
         (split_dataset.main, "--input {a} --output-prefix {out} --split 1,x", "--split 1,x"),
         (inspect_data.main, "show {a} --documents 40", "there are 40 documents"),
+        (inspect_data.main, "show {a} --documents 7-3", "the first comes before the last"),
+        (inspect_data.main, "stats {a} --histogram {out}/x.png", "No such file"),
+        (inspect_data.main, "step --step 0 {run}", "--step 0: the run has the steps 1 to 10"),
+        (inspect_data.main, "step --step 11 {run}", "--step 11: the run has the steps 1 to 10"),
         (inspect_data.main, "show {a} --documents x", "a number, or first-last"),
         (inspect_data.main, "stats {a} --nonsense", "unknown words: --nonsense"),
         (prepare_cache.main, "--data-path {a}", "--global-batch-size and --train-iters"),
@@ -73,6 +77,7 @@ def test_errors(
     main, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {name: str(tmp_path / name) for name in ("a", "b", "int32", "out", "absent")}
+    names["run"] = " ".join(run_flags(names["a"], tmp_path))
     write(tmp_path / "a", TEXTS)
     write(tmp_path / "b", TEXTS[:3])
     with IndexedDatasetBuilder(names["int32"], np.int32) as builder:

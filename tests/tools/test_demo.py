@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadiff.config import load_config
 from megadiff.data.indexed_dataset import IndexedDatasetBuilder
 from tests.training.small import EOD, VOCABULARY, flags, read, train, write_data
 from tools import demo
@@ -83,16 +82,18 @@ def test_the_bigram_model_is_kneser_neys(tmp_path: Path) -> None:
     assert loss == pytest.approx(brute_force(stream, pairs, 80), rel=1e-12)
 
 
-def test_both_models_are_scored_on_the_same_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+def test_both_models_are_scored_on_the_same_tokens(packing: str, tmp_path: Path) -> None:
     prefix = write_data(tmp_path)
-    argv = [f for f in flags(prefix, "--train-iters", "2") if f != "--eod-mask-loss"]
+    argv = flags(prefix, "--train-iters", "2", "--packing", packing)
     i = argv.index("--data-path")
     argv[i : i + 4] = ["--train-data-path", prefix, "--valid-data-path", prefix]
     train([*argv, "--log-dir", str(tmp_path)])
     scored = next(e["tokens"] for e in read(tmp_path) if e["kind"] == "validation")
-    pairs = demo.held_out_pairs(load_config(argv), Path(prefix))
+    pairs = demo.held_out_pairs(argv)
     assert len(pairs[0]) == len(pairs[1]) == scored
     assert max(pairs[1]) == EOD < VOCABULARY
+    assert EOD not in pairs[0]  # --eod-mask-loss
 
 
 @pytest.mark.slow

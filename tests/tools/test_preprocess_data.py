@@ -84,6 +84,9 @@ def test_standard_input(compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("--partitions 0", "--partitions 0: at least 1"),
         ("--tokenizer-type NullTokenizer --vocab-size 10 --bos", "--bos: this tokenizer has no"),
         ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
+        ("--json-keys text body text", "--json-keys text body text: each key once"),
+        (r"--document-separator \x", r"--document-separator '\\x': truncated \xXX escape"),
+        (r"--document-separator \ud800", "surrogates not allowed"),
         ("--input absent.jsonl", "absent.jsonl: no such file"),
     ],
 )

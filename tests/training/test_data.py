@@ -54,6 +54,15 @@ def test_the_null_tokenizer_adds_an_end_of_document(tmp_path: Path) -> None:
     assert torch.equal(batch.loss_mask == 0, batch.tokens == EOD)
 
 
+def test_a_vocabulary_far_above_the_tokenizers_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(write_data(tmp_path), "--tokenizer-type", "ByteTokenizer")
+    for size, said in ((384, ""), (100_288, "the vocabulary has 100,288 entries")):
+        prepare([*argv, "--vocab-size", str(size)], Axis())
+        assert capsys.readouterr().err.startswith(said)
+
+
 def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
     argv = flags(write_data(tmp_path), "--tokenizer-type", "ByteTokenizer")
     with pytest.raises(ConfigError, match="60 is smaller than the tokenizer's 259"):

@@ -1,0 +1,279 @@
+"""DeepSpeed's own checkpoints: read into megadiff's format, and written from it.
+
+What `engine.save_checkpoint` writes are pickles, one or two for each rank. They are read here by
+torch's unpickler for tensors and plain data, with empty stand-ins for the classes of `_STAND_INS`:
+nothing in a file runs, and DeepSpeed need not be installed. Files are mapped, not read whole.
+
+How DeepSpeed lays out such files depends on its stage, its version and every size of the run, so
+that only DeepSpeed writes them: on as many ranks as will read them, each holding its own part.
+(Its universal format knows neither ZeRO 0, nor tensor parallelism at ZeRO 3, nor SGD.)
+"""
+
+import json
+import math
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadiff.checkpoint.ranks import CheckpointError, describe
+from megadiff.checkpoint.state import (
+    ComputedPiece,
+    ShardedTensor,
+    Tensors,
+    add_piece,
+    flat_pieces,
+)
+from megadiff.checkpoint.storage import read_metadata
+from megadiff.config import NATIVE_OPTIONS, Config, ConfigError, load_config, to_dict, validate
+from megadiff.models.build import Model, build_model
+from megadiff.parallel.mesh import Axis, ParallelMesh
+from megadiff.parallel.parameter import record_of
+from megadiff.training import checkpointing
+from megadiff.training.deepspeed import DeepSpeedEngine, optimizer_groups
+from megadiff.training.setup import start, world_size
+from megadiff.training.zero_state import scaler_state
+
+
+class _Record:
+    """Attributes, and no code."""
+
+
+_STAND_INS: list[Any] = [
+    (_Record, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]]:
+    """All tensors and the metadata of a checkpoint that DeepSpeed wrote, of any stage and split.
+
+    `path` is what `save_checkpoint` was given, or a tag in it; `config` describes the model and its
+    precision, and gets the split. Raises CheckpointError when they do not fit together, or when a
+    file names anything but tensors and plain data.
+    """
+    folder = path
+    if (path / "latest").is_file():
+        folder = path / (path / "latest").read_text(encoding="utf-8").strip()
+    try:
+        first = _load(_model_file(folder, 0))
+        tp, dp = int(first["mp_world_size"]), int(first["dp_world_size"])
+        steps, skipped = int(first["global_steps"]), int(first["skipped_steps"])
+        samples = int(first["global_samples"])
+        config.parallel.tensor_model_parallel_size = tp
+        config.training.train_iters = config.training.train_iters or max(steps, 1)
+        validate(config, tp * dp)
+        tensors: Tensors = {}
+        scalars = {"steps": float(steps), "updates": float(steps - skipped)}
+        for rank in range(tp):
+            mesh = ParallelMesh(tp=Axis(rank=rank, size=tp))
+            dtype = getattr(torch, config.training.dtype)
+            model = build_model(config, mesh, dtype=dtype, device="meta")
+            scalars |= _read_rank(folder, rank, dp, model, config, tensors)
+    except (CheckpointError, ConfigError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else describe(error)
+        raise CheckpointError(f"cannot read {folder} as DeepSpeed's: {reason}") from error
+    metadata = {
+        "progress": {"iteration": steps, "consumed_samples": samples},
+        "optimizer": scalars,
+        "config": to_dict(config),
+        "versions": checkpointing.versions() | {"deepspeed": str(first["ds_version"])},
+    }
+    return tensors, metadata
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals(_STAND_INS):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("GLOBAL ")[-1].split(" was not")[0].split("\n")[0]
+        raise CheckpointError(f"{path} holds more than tensors and plain data: {reason}") from None
+
+
+def _model_file(folder: Path, rank: int) -> Path:
+    """The model's states of a tensor-parallel rank; at ZeRO 3 all data ranks tell the same."""
+    names = (
+        f"mp_rank_{rank:02d}_model_states.pt",
+        f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt",
+    )
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"{folder} has neither {names[0]} nor {names[1]}")
+
+
+def _read_rank(
+    folder: Path, rank: int, dp: int, model: Model, config: Config, tensors: Tensors
+) -> dict[str, float]:
+    """Add what one tensor-parallel rank holds to `tensors`; returns its loss scale, if any."""
+    state = _load(_model_file(folder, rank))
+    parameters = dict(model.chunks[0].named_parameters())
+    odd = state["module"].keys() ^ model.chunks[0].state_dict().keys()
+    if odd:
+        raise ValueError(f"it is of another model, which differs in {', '.join(sorted(odd)[:4])}")
+    stage0 = state["optimizer"] is not None
+    optimizers = [state["optimizer"]]
+    if not stage0:
+        pattern = f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_optim_states.pt"
+        files = [folder / pattern.format(d) for d in range(dp)]
+        if not files[0].is_file():  # of bfloat16
+            files = [folder / f"bf16_{file.name}" for file in files]
+        optimizers = [_load(file)["optimizer_state_dict"] for file in files]
+    sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO 3: the files hold no weights but these
+    if stage0:
+        fragments = _whole(optimizers[0], model, config)
+    elif sharded:
+        fragments = _parts_of_parameters(optimizers, state["param_shapes"])
+    else:
+        fragments = _parts_of_groups(optimizers)
+    dtype = getattr(torch, config.training.dtype)
+    wide = {name for name, p in parameters.items() if p.dtype != dtype}
+    covered: Counter[str] = Counter()
+    for name, key, begin, values in fragments:
+        parameter, end = parameters[name], begin + values.numel()
+        main = key == "main_weight"
+        covered[name] += values.numel() if main else 0
+        for section, piece in flat_pieces(
+            record_of(parameter), parameter.shape, begin, end, values.detach()
+        ):
+            if not piece.write:
+                continue
+            if not main or (dtype != torch.float32 and name not in wide):
+                add_piece(
+                    tensors, f"{checkpointing.OPTIMIZER}{key}.{section.name}", section.shape, piece
+                )
+            if main and (sharded or name in wide):
+                weight = ComputedPiece(
+                    piece.offset, piece.sizes, lambda p=piece, d=parameter.dtype: p.data.to(d)
+                )
+                whole = ShardedTensor(section.shape, parameter.dtype)
+                tensors.setdefault(section.name, whole).pieces.append(weight)
+    for name, parameter in parameters.items():
+        if covered[name] != parameter.numel() and (covered[name] or not stage0):
+            raise ValueError(f"{covered[name]} of {parameter.numel()} elements of {name} are there")
+        if sharded or name in wide:
+            continue
+        weight = state["module"][name].detach()
+        if weight.dtype != parameter.dtype or weight.shape != parameter.shape:
+            raise ValueError(
+                f"{name} is {weight.dtype} {list(weight.shape)} in it, and {parameter.dtype} "
+                f"{list(parameter.shape)} as configured"
+            )
+        for section, piece in flat_pieces(
+            record_of(parameter), weight.shape, 0, weight.numel(), weight.reshape(-1)
+        ):
+            if piece.write:
+                add_piece(tensors, section.name, section.shape, piece)
+    scaler = optimizers[0].get("loss_scaler")
+    if "cur_scale" in optimizers[0]:  # ZeRO 0
+        scaler = SimpleNamespace(**optimizers[0])
+    dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
+    return scaler_state(scaler) if dynamic else {}
+
+
+Fragment = tuple[str, str, int, Tensor]
+"""A parameter's name, what it is (main_weight, exp_avg, ...), its first element, the values."""
+
+
+def _states(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The moments of one tensor in a torch optimizer's state: all but its step."""
+    for key, values in state.items():
+        if isinstance(values, Tensor) and values.dim() > 0:
+            yield key, values
+
+
+def _whole(optimizer: dict[str, Any], model: Model, config: Config) -> Iterator[Fragment]:
+    """ZeRO 0: every rank has everything, in the order of the optimizer's groups."""
+    names = {parameter: name for name, parameter in model.chunks[0].named_parameters()}
+    groups = optimizer_groups(model, config.optimizer)
+    order = [names[parameter] for members in groups.values() for parameter in members]
+    mains = [main for group in optimizer.get("fp32_groups", []) for main in group]
+    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    for index, name in enumerate(order):
+        if mains:
+            yield name, "main_weight", 0, mains[index].view(-1)
+        for key, values in _states(states.get(index, {})):
+            yield name, key, 0, values.view(-1)
+
+
+def _parts_of_groups(optimizers: list[dict[str, Any]]) -> Iterator[Fragment]:
+    """ZeRO 1 and 2: each data rank has an even part of every group, one parameter after another."""
+    begin: Counter[str] = Counter()
+    for optimizer in optimizers:
+        mains = optimizer["single_partition_of_fp32_groups"]
+        states = optimizer["base_optimizer_state"]["state"]
+        for group, addresses in enumerate(optimizer["param_slice_mappings"]):
+            flat = {"main_weight": mains[group], **dict(_states(states.get(group, {})))}
+            for name, address in addresses.items():
+                for key, values in flat.items():
+                    yield name, key, begin[name], values.narrow(0, address.start, address.numel)
+                begin[name] += address.numel
+
+
+def _parts_of_parameters(
+    optimizers: list[dict[str, Any]], shapes: list[dict[str, torch.Size]]
+) -> Iterator[Fragment]:
+    """ZeRO 3: each data rank has an even part of every parameter, the last one with padding."""
+    for rank, optimizer in enumerate(optimizers):
+        states = optimizer["optimizer_state_dict"]["state"]
+        mains = optimizer["fp32_flat_groups"]
+        for group, members in enumerate(shapes):
+            flat = {"main_weight": mains[group], **dict(_states(states.get(group, {})))}
+            offset = 0
+            for name, shape in members.items():
+                size = -(-math.prod(shape) // len(optimizers))
+                begin = min(rank * size, math.prod(shape))
+                count = min(size, math.prod(shape) - begin)
+                for key, values in flat.items():
+                    yield name, key, begin, values.narrow(0, offset, count)
+                offset += size
+
+
+def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
+    """Let DeepSpeed write the checkpoint `source` as its own folder `output`.
+
+    Every rank of the run that is to `load_checkpoint` it calls this. `flags` name DeepSpeed's
+    configuration and the split; all else is the configuration that the checkpoint was saved with.
+    Raises CheckpointError and ConfigError.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} exists already")
+    metadata = read_metadata(source)
+    if "optimizer" not in metadata:
+        raise CheckpointError(f"{source} holds weights alone")
+    values = to_dict(checkpointing.saved_config(source, metadata))
+    for section in ("parallel", "checkpoint", "logging"):  # of the run that saved it
+        del values[section]
+    for name in NATIVE_OPTIONS:
+        values["optimizer"].pop(name, None)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(values, file)  # JSON is YAML
+        file.flush()
+        config = load_config(["--config", file.name, "--deepspeed", *flags])
+    validate(config, world_size())
+    env = start(config)
+    engine = DeepSpeedEngine(config, env)
+    saved = checkpointing.Saved(source, metadata)
+    checkpointing.restore(saved, engine, env, weights_only=False)
+    progress, theirs = saved.progress, engine.engine
+    theirs.global_steps, theirs.global_samples = progress.iteration, progress.consumed_samples
+    theirs.skipped_steps = engine.optimizer.steps - engine.optimizer.updates
+    unfinished = output.with_name(f".saving_{output.name}")
+    theirs.save_checkpoint(str(unfinished), tag=f"global_step{progress.iteration}")
+    if dist.is_initialized():
+        dist.barrier(group=env.control)
+    if env.is_main:
+        unfinished.rename(output)
+        print(f"wrote {output}")

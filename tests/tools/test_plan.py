@@ -1,0 +1,59 @@
+"""The table of splits in configs/README.md is what the tool computes."""
+
+from pathlib import Path
+
+import pytest
+
+from megadiff.config import Config, load_config
+from tools.plan import FREE, main, peak, plan, splits
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIZES = ["125M", "830M", "llama-3.2-1B", "1.4B", "2.8B", "3B-1T", "6.8B", "13.1B"]
+GPUS = (1, 8, 64)
+MEMORY = 80e9
+
+
+def read(size: str, mixer: str = "diff_v2") -> Config:
+    return load_config(["--config", str(CONFIGS / size / f"{mixer}.yaml")])
+
+
+def row(size: str) -> str:
+    cells = []
+    for gpus in GPUS:
+        found = plan(read(size), gpus, MEMORY)
+        cells.append(f"{found[0]}: {found[1].total / 1e9:.0f} GB" if found else "does not fit")
+    return f"| `{size}` | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_table_is_true(size):
+    assert row(size) in (CONFIGS / "README.md").read_text(), row(size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mixer", ["standard", "diff_v1"])
+def test_the_splits_hold_the_other_mixers(size, mixer):
+    for gpus in GPUS:
+        found = plan(read(size), gpus, MEMORY)
+        if found is not None:
+            assert peak(found[0], read(size, mixer), gpus).total < MEMORY
+
+
+def test_splits_come_in_the_order_of_their_cost():
+    config = read("6.8B")
+    found = list(splits(config, 8))
+    costs = [split.cost(config, 8) for split in found]
+    assert costs == sorted(costs) and len({split.tensor for split in found}) == 4
+    first = plan(config, 8, MEMORY)
+    assert first is not None and first[1].total <= (1 - FREE) * MEMORY
+    for cheaper in found[: found.index(first[0])]:
+        assert peak(cheaper, config, 8).total > (1 - FREE) * MEMORY
+
+
+def test_the_tool_prints_flags(capsys):
+    words = ["--config", str(CONFIGS / "6.8B" / "diff_v2.yaml"), "--gpus", "1", "8"]
+    assert main([*words, "--memory", "40"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 GPUs: no split fits" in printed
+    assert "--tensor-model-parallel-size" in printed or "--recompute-granularity" in printed
