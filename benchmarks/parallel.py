@@ -1,24 +1,29 @@
 #!/usr/bin/env python3
 """Training speed and peak memory of splits over GPUs of one host, against one GPU in the same run.
 
-    python benchmarks/parallel.py --output runs/parallel.json --profile runs/parallel
+    source launch/environment.sh
+    python benchmarks/parallel.py --output runs/parallel.json
     python benchmarks/parallel.py --quick            # a tiny model on CPU processes, seconds
 
 Every row trains the same model on random tokens with the engine that training uses: forward,
 backward, gradient reduction and the optimizer's step. Rates are tokens/s of each GPU over those of
 the row's baseline; a bar that is missed is marked. Beside the measured peak stands the estimate
-from the configuration alone.
+from the configuration alone. Rows of one GPU that follow one another run at the same time. A row
+that fails or hangs costs its own result only; what is measured is written at once.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import queue
+import re
 import socket
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,32 +49,38 @@ class Row:
     flags: str
     baseline: str | None = None
     bar: float = 0.0  # share of the baseline's rate per GPU
+    steps: tuple[int, int] = (2, 6)  # before the clock starts, and measured
+    environment: str = ""
+    large: bool = False  # the large model
+    profiled: bool = False
 
 
 BATCH = "--seq-length 4096 --global-batch-size 16"
 LONG = "--seq-length 32768 --global-batch-size 2 --micro-batch-size 1"
-SHARDED = "--use-distributed-optimizer"
-ROWS = [
-    Row("one", 1, f"{BATCH} --micro-batch-size 4"),
-    Row("tp2_sp", 2, f"{BATCH} --micro-batch-size 4 --tensor-model-parallel-size 2 "
-        "--sequence-parallel", "one", 0.88),
-    Row("pp2_16_micro_batches", 2, f"{BATCH} --micro-batch-size 1 "
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout balanced", "one", 0.90),
-    Row("pp2_interleaved", 2, f"{BATCH} --micro-batch-size 1 --pipeline-model-parallel-size 2 "
-        "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout balanced",
-        "one", 0.90),
-    Row("dp2_twice_the_batch", 2, "--seq-length 4096 --global-batch-size 32 --micro-batch-size 4 "
-        f"{SHARDED}", "one", 0.97),
-    Row("one_32k", 1, LONG),
-    Row("cp2_32k", 2, f"{LONG} --context-parallel-size 2", "one_32k", 0.85),
-]  # fmt: skip
-
-# The 6.8B model at 64K tokens: with these it trains on two GPUs, and on one it must not fit.
 LARGE = "--seq-length 65536 --global-batch-size 1 --micro-batch-size 1 --recompute-granularity full"
-LARGE_ROWS = [
-    Row("6.8B_64k_cp2", 2, f"{LARGE} --context-parallel-size 2 {SHARDED}"),
-    Row("6.8B_64k_one", 1, LARGE),
-]
+TP = f"{BATCH} --micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel"
+PP = f"{BATCH} --micro-batch-size 1 --pipeline-model-parallel-size 2"
+SHARDED = "--use-distributed-optimizer"
+# With one queue to the device kernels start in the order they were issued; several, where NCCL's
+# have priority, let a message start as soon as it can.
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS=8 TORCH_NCCL_HIGH_PRIORITY=1"
+ROWS = [
+    Row("one", 1, f"{BATCH} --micro-batch-size 4", profiled=True),
+    Row("one_32k", 1, LONG, steps=(2, 4)),
+    Row("tp2_sp", 2, TP, "one", 0.88, profiled=True),
+    Row("pp2_1f1b", 2, f"{PP} --pipeline-model-parallel-layout balanced", "one", 0.90,
+        profiled=True),
+    Row("cp2_32k", 2, f"{LONG} --context-parallel-size 2", "one_32k", 0.85, steps=(2, 4)),
+    Row("dp2_twice_the_batch", 2, "--seq-length 4096 --global-batch-size 32 --micro-batch-size 4 "
+        f"{SHARDED}", "one", 0.97, steps=(2, 4), profiled=True),
+    # trains on two GPUs, and must not fit on one
+    Row("6.8B_64k_cp2", 2, f"{LARGE} --context-parallel-size 2 {SHARDED}", steps=(1, 1),
+        large=True),
+    Row("pp2_interleaved", 2, f"{PP} --num-virtual-stages-per-pipeline-rank 2 "
+        "--pipeline-model-parallel-layout balanced", "one", 0.90, environment=QUEUES),
+    Row("tp2_sp_queues", 2, TP, "one", 0.88, environment=QUEUES),
+    Row("6.8B_64k_one", 1, LARGE, steps=(1, 1), large=True),
+]  # fmt: skip
 
 QUICK = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 128 "
@@ -82,30 +93,58 @@ def main() -> None:
     parser.add_argument("--config", default="configs/1.4B/diff_v2.yaml")
     parser.add_argument("--large-config", default="configs/6.8B/diff_v2.yaml")
     parser.add_argument("--rows", nargs="+", default=None, help="names of rows; all that fit here")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--row-seconds", type=float, default=150, help="after these a row is lost")
     parser.add_argument("--quick", action="store_true", help="a tiny model on CPU processes")
-    parser.add_argument("--profile", type=Path, help="folder for a profile of each row")
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
     here = 2 if args.quick else torch.cuda.device_count()
+    known = {row.name for row in ROWS}
+    if unknown := set(args.rows or []) - known:
+        parser.error(f"unknown rows {sorted(unknown)}; there are {', '.join(sorted(known))}")
+    rows = [row for row in ROWS if row.gpus <= here and row.name in (args.rows or known)]
     results: dict[str, dict[str, Any]] = {}
+    device = "cpu" if args.quick else torch.cuda.get_device_name()
+    print(f"{here} x {device}, torch {torch.__version__}, {args.config}")
     print(
-        f"{'row':24} {'tokens/s/GPU':>12} {'of one':>7} {'bar':>5} {'peak GB':>8} {'estimate':>8}"
+        f"{'row':20} {'tokens/s/GPU':>12} {'of one':>7} {'bar':>5} {'peak GB':>8} {'estimate':>8}"
     )
-    for row in [*ROWS, *([] if args.quick else LARGE_ROWS)]:
-        if (args.rows and row.name not in args.rows) or row.gpus > here:
-            continue
-        result = results[row.name] = measure(row, args)
-        print(line(row, result, results.get(row.baseline or ""), args.quick), flush=True)
-    if args.output:
-        device = "cpu" if args.quick else torch.cuda.get_device_name()
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({"device": device, "rows": results}, indent=1))
+    rounds = list(together(rows, here))
+    coming = [Workers(row, gpu, args) for row, gpu in rounds[0]] if rounds else []
+    for number in range(len(rounds)):
+        running = coming
+        for workers in running:
+            workers.go.set()
+        following = rounds[number + 1] if number + 1 < len(rounds) else []
+        coming = [Workers(row, gpu, args) for row, gpu in following]  # they import meanwhile
+        for workers in running:
+            row, result = workers.row, workers.result(args.row_seconds)
+            results[row.name] = result
+            print(line(row, result, results.get(row.baseline or ""), args.quick), flush=True)
+            for told in result.get("profiles", {}).values():
+                print(f"    {told['rank']}: {told['summary']}", flush=True)
+            if args.output:
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps({"device": device, "rows": results}, indent=1))
+
+
+def together(rows: list[Row], gpus: int) -> Any:
+    """Rounds of rows that run at the same time, each with its first GPU."""
+    waiting: list[tuple[Row, int]] = []
+    for row in rows:
+        if waiting and (row.gpus > 1 or len(waiting) == gpus):
+            yield waiting
+            waiting = []
+        waiting.append((row, len(waiting)))
+        if row.gpus > 1:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def line(row: Row, result: dict[str, Any], baseline: dict[str, Any] | None, quick: bool) -> str:
     if "error" in result:
-        return f"{row.name:24} {result['error']}"
+        return f"{row.name:20} {result['error']}"
     share, verdict = "", ""
     if baseline and "rate" in baseline:
         result["of_baseline"] = result["rate"] / baseline["rate"]
@@ -113,7 +152,7 @@ def line(row: Row, result: dict[str, Any], baseline: dict[str, Any] | None, quic
         verdict = "" if quick or result["of_baseline"] >= row.bar else "  missed"
     bar = f"{row.bar:.2f}" if row.bar else ""
     return (
-        f"{row.name:24} {result['rate']:12.0f} {share:>7} {bar:>5} "
+        f"{row.name:20} {result['rate']:12.0f} {share:>7} {bar:>5} "
         f"{result['peak'] / 1e9:8.2f} {result['estimate'] / 1e9:8.2f}{verdict}"
     )
 
@@ -122,56 +161,85 @@ def flags_of(row: Row, args: argparse.Namespace) -> list[str]:
     flags = [*row.flags.split(), "--train-iters", "100000"]
     if args.quick:  # the split of the row, with the sizes of a toy
         return [*flags, *QUICK.split(), "--device", "cpu"]
-    large = row in LARGE_ROWS
-    return ["--config", args.large_config if large else args.config, *flags, "--bf16"]
+    return ["--config", args.large_config if row.large else args.config, *flags, "--bf16"]
 
 
-def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a row on processes of its own; the slowest rank's rate and the fullest rank's peak."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    job = (row, flags_of(row, args), args.steps, args.profile, port, results)
-    workers = [context.Process(target=work, args=(rank, *job)) for rank in range(row.gpus)]
-    for worker in workers:
-        worker.start()
-    reports = [results.get()]
-    if "error" not in reports[0]:
-        reports += [results.get() for _ in range(row.gpus - 1)]
-    for worker in workers:
-        worker.join(10)
-        worker.kill()
-    failed = [report for report in reports if "error" in report]
-    if failed:
-        return failed[0]
-    seconds = max(report["seconds"] for report in reports)
-    return {
-        "rate": reports[0]["tokens"] / seconds / row.gpus,
-        "seconds": seconds,
-        "peak": max(report["peak"] for report in reports),
-        "peaks": {report["rank"]: report["peak"] for report in reports},
-        "estimate": reports[0]["estimate"],
-    }
+class Workers:
+    """The processes of a row, which import at once and wait for `go`."""
+
+    def __init__(self, row: Row, first_gpu: int, args: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.row, self.go, self.results = row, context.Event(), context.Queue()
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        job = (row, first_gpu, flags_of(row, args), port, self.go, self.results)
+        self.processes = [
+            context.Process(target=work, args=(rank, *job), daemon=True) for rank in range(row.gpus)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """The slowest rank's rate and the fullest rank's peak, or the first error."""
+        end, reports = time.monotonic() + seconds, []
+        while len(reports) < self.row.gpus and not any("error" in report for report in reports):
+            try:
+                reports.append(self.results.get(timeout=1))
+            except queue.Empty:
+                lost = [p.exitcode for p in self.processes if p.exitcode]
+                if lost and self.results.empty():
+                    reports.append({"error": f"a rank ended with code {lost[0]}"})
+                elif time.monotonic() > end:
+                    reports.append({"error": f"no result after {seconds:.0f} s"})
+        failed = [report for report in reports if "error" in report]
+        for process in self.processes:
+            process.join(0 if failed else 10)
+            process.kill()
+            process.join()
+        if failed:
+            return failed[0]
+        slowest = max(report["seconds"] for report in reports)
+        return {
+            "rate": reports[0]["tokens"] / slowest / self.row.gpus,
+            "seconds": slowest,
+            "times": {report["rank"]: report["times"] for report in reports},
+            "peak": max(report["peak"] for report in reports),
+            "peaks": {report["rank"]: report["peak"] for report in reports},
+            "estimate": reports[0]["estimate"],
+            "estimates": reports[0]["estimates"],
+            "started": max(report["started"] for report in reports),
+            "profiles": {
+                report["rank"]: {"rank": f"rank {report['rank']}", **report["profile"]}
+                for report in sorted(reports, key=lambda report: report["rank"])
+                if report["profile"]
+            },
+        }
 
 
 def work(
-    rank: int, row: Row, flags: list[str], steps: int, profile: Path | None, port: int, out: Any
+    rank: int, row: Row, first_gpu: int, flags: list[str], port: int, go: Any, out: Any
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(row.gpus))
+    local = first_gpu + rank
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(row.gpus))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ.update(pair.split("=") for pair in row.environment.split())
     torch.set_num_threads(1)
+    go.wait()
     try:
-        out.put({"rank": rank, **train(row, flags, steps, profile)})
-    except torch.OutOfMemoryError:
-        out.put({"error": "does not fit: out of memory"})
+        out.put({"rank": rank, **train(row, flags)})
+    except torch.OutOfMemoryError as error:
+        out.put({"error": f"does not fit: {str(error).splitlines()[0]}"})
     except BaseException:
         out.put({"error": f"rank {rank}: {traceback.format_exc()}"})
+    out.close()
+    out.join_thread()
+    os._exit(0)  # without a farewell among ranks, of which one may have failed
 
 
-def train(row: Row, flags: list[str], steps: int, profile: Path | None) -> dict[str, Any]:
+def train(row: Row, flags: list[str]) -> dict[str, Any]:
+    begin = time.perf_counter()
     config = load_config(flags)
     validate(config, row.gpus)
     env = start(config)
@@ -195,34 +263,76 @@ def train(row: Row, flags: list[str], steps: int, profile: Path | None) -> dict[
         if env.device.type == "cuda":
             torch.cuda.synchronize()
 
+    before, measured = row.steps
+    for _ in range(before):  # compilation, communicators, the allocator
+        step()
+    started = time.perf_counter() - begin
     times = []
-    for number in range(3 + steps):
+    for _ in range(measured):
         begin = time.perf_counter()
         step()
-        if number >= 3:  # compilation, communicators, the allocator
-            times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
     peak = peak_memory(env.device)
-    if profile is not None:
-        _profile(step, profile / f"{row.name}_rank{env.mesh.rank}.txt", env.device)
-    estimate = estimate_memory(config, row.gpus)
+    estimates = [memory.total for memory in estimate_memory(config, row.gpus)]
     return {
         "seconds": statistics.median(times),
+        "times": times,
+        "started": started,
         "tokens": tokens,
         "peak": peak,
-        "estimate": max(memory.total for memory in estimate),
+        "estimate": max(estimates),
+        "estimates": estimates,  # of each pipeline stage
+        "profile": profile(step, env.device) if row.profiled else {},
     }
 
 
-def _profile(step: Any, path: Path, device: torch.device) -> None:
-    """Where the time of a step goes, by operation, as text."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profiler:
+KINDS = {
+    "nccl": r"nccl",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitk",
+    "attention": r"forward_(joint|in_turn)|backward_(keys|queries)|preprocess|flash|fmha",
+    "optimizer": r"adam|multi_tensor|foreach",
+    "copies": r"memcpy|memset|copy|cat",
+}
+
+
+def profile(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """One step's milliseconds on the device by kind of kernel, and of NCCL what nothing hides."""
+    from torch.profiler import ProfilerActivity
+
+    cuda = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
         step()
-    by = "cuda_time_total" if device.type == "cuda" else "cpu_time_total"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profiler.key_averages().table(sort_by=by, row_limit=40))
+    kernels = []
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        on_device = event.device_type() == torch.autograd.DeviceType.CUDA
+        if on_device == cuda and event.duration_ns() > 0:
+            begin = event.start_ns()
+            kernels.append((begin, begin + event.duration_ns(), event.name()))
+    if not kernels:
+        return {"summary": "no kernels were recorded"}
+    kinds: dict[str, float] = {}
+    names: dict[str, float] = {}
+    for begin, end, name in kernels:
+        kind = next((k for k, r in KINDS.items() if re.search(r, name, re.IGNORECASE)), "other")
+        kinds[kind] = kinds.get(kind, 0.0) + (end - begin) / 1e6
+        names[name[:100]] = names.get(name[:100], 0.0) + (end - begin) / 1e6
+    compute = [kernel for kernel in kernels if "nccl" not in kernel[2].lower()]
+    window = (max(end for _, end, _ in kernels) - min(begin for begin, _, _ in kernels)) / 1e6
+    kinds["nccl alone"] = covered(kernels) - covered(compute)
+    kinds["idle"] = window - covered(kernels)
+    told = ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.items())
+    largest = sorted(names.items(), key=lambda item: -item[1])[:40]
+    return {"summary": f"{window:.1f} ms: {told}", "kinds": kinds, "kernels": dict(largest)}
+
+
+def covered(kernels: list[tuple[int, int, str]]) -> float:
+    """Milliseconds in which at least one of `kernels` runs."""
+    total, until = 0, 0
+    for begin, end, _ in sorted(kernels):
+        total += max(end - max(begin, until), 0)
+        until = max(until, end)
+    return total / 1e6
 
 
 if __name__ == "__main__":

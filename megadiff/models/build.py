@@ -94,12 +94,16 @@ def stage_layers(config: Config) -> list[range]:
 
 
 def layer_costs(config: ModelConfig, seq_length: int) -> list[float]:
-    """Floating-point operations of each layer's forward for one token."""
+    """Relative costs of the layers: operations of the forward for one token.
+
+    Those of mixing count twice: attention kernels reach half the rate of matrix products
+    (docs/performance.md).
+    """
     costs: dict[TokenMixer, float] = {}
     for layer in range(config.num_layers):
         mixer = config.mixer_of_layer(layer)
         if mixer not in costs:
             block = Block(config, layer, ParallelMesh(), dtype=torch.float32, device="meta")
             weights = sum(parameter.numel() for parameter in block.parameters())
-            costs[mixer] = 2.0 * weights + mixing_flops(config, mixer, seq_length)
+            costs[mixer] = 2.0 * weights + 2.0 * mixing_flops(config, mixer, seq_length)
     return [costs[config.mixer_of_layer(layer)] for layer in range(config.num_layers)]

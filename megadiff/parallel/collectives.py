@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from megadiff.parallel.mesh import Axis
 
@@ -18,51 +19,39 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_LONG = 4 << 20  # bytes of a sequence that fills a message of its own
-
-
 def halves(batch: int) -> list[slice]:
     """The sequences of a batch in two parts: one travels while the other is computed."""
     middle = batch // 2
     return [slice(0, middle), slice(middle, batch)] if middle else [slice(0, batch)]
 
 
-def _messages(rows: slice, sequence: Tensor) -> list[slice]:
-    """`rows` in messages. A sequence alone arrives where it belongs, several need a copy."""
-    if sequence.numel() * sequence.element_size() < _LONG:
-        return [rows]
-    return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
-
-
 class PendingGather:
     """An all-gather along dim 1 that has been started; `wait` gives the whole tensor, or `rows`.
 
-    `pieces` are the rows (sequences) to wait for and compute with one after the other.
+    `pieces` are the rows (sequences) that travel together, in one launch; each sequence arrives
+    where it belongs.
     """
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        self._x, n = x.contiguous(), axis.size
-        self._whole = x.new_empty((x.shape[0], n * x.shape[1], *x.shape[2:]))
-        self.pieces = halves(x.shape[0])
-        self._running: list[tuple[slice, Tensor, Any]] = []
-        for piece in self.pieces:
-            for rows in _messages(piece, self._whole[0]):
-                part = self._x[rows].flatten(0, 1)
-                out = self._whole[rows].flatten(0, 1)
-                if rows.stop - rows.start > 1:
-                    out = torch.empty_like(out)
-                work = all_gather_single(out, part, group=axis.group, async_op=True)
-                self._running.append((rows, out, work))
+    def __init__(self, x: Tensor, axis: Axis, pieces: Sequence[slice] | None = None) -> None:
+        assert axis.group is not None
+        self.pieces = pieces or [slice(0, x.shape[0])]
+        self._x = x.contiguous()
+        self._whole = x.new_empty((x.shape[0], axis.size * x.shape[1], *x.shape[2:]))
+        options = AllgatherOptions()
+        options.asyncOp = True
+        self._running = [
+            axis.group.allgather_into_tensor_coalesced(
+                list(self._whole[rows]), list(self._x[rows]), options
+            )
+            for rows in self.pieces
+        ]
 
     def wait(self, rows: slice | None = None) -> Tensor:
         rows = rows or slice(0, self._whole.shape[0])
-        while self._running and self._running[0][0].start < rows.stop:
-            arrived, out, work = self._running.pop(0)
-            work.wait()
-            count, length = arrived.stop - arrived.start, self._x.shape[1]
-            if count > 1:
-                parts = out.view(-1, count, length, *self._x.shape[2:]).movedim(0, 1)
-                self._whole[arrived].unflatten(1, (-1, length)).copy_(parts)
+        arrived = len(self.pieces) - len(self._running)
+        for piece in self.pieces[arrived:]:
+            if piece.start < rows.stop:
+                self._running.pop(0).wait()
         return self._whole[rows]
 
 
@@ -73,19 +62,17 @@ class PendingReduceScatter:
     """
 
     def __init__(self, shape: Sequence[int], like: Tensor, axis: Axis) -> None:
-        self._axis = axis
+        assert axis.group is not None
+        self._group = axis.group
         self._out = like.new_empty((shape[0], shape[1] // axis.size, *shape[2:]))
         self._running: list[tuple[Tensor, Any]] = []
 
     def start(self, rows: slice, x: Tensor) -> None:
-        for message in _messages(rows, x[0]):
-            part = x[message.start - rows.start : message.stop - rows.start]
-            part = part.unflatten(1, (self._axis.size, -1)).movedim(1, 0).contiguous()
-            out = self._out[message].flatten(0, 1)
-            work = reduce_scatter_single(
-                out, part.flatten(0, 2), group=self._axis.group, async_op=True
-            )
-            self._running.append((part, work))
+        x = x.contiguous()
+        options = ReduceScatterOptions()
+        options.asyncOp = True
+        work = self._group.reduce_scatter_tensor_coalesced(list(self._out[rows]), list(x), options)
+        self._running.append((x, work))
 
     def wait(self) -> Tensor:
         for _, work in self._running:

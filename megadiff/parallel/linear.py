@@ -213,7 +213,9 @@ class _Product(torch.autograd.Function):
         sequence_parallel: bool,
     ) -> Tensor:
         ctx.products, ctx.tp, ctx.sequence_parallel = products, tp, sequence_parallel
-        gather = collectives.PendingGather(x, tp) if sequence_parallel else None
+        gather = None
+        if sequence_parallel:
+            gather = collectives.PendingGather(x, tp, collectives.halves(x.shape[0]))
         whole = x if gather is None or not products.scaled else gather.wait()
         scales = products.scale(whole), products.scale(weight)
         ctx.save_for_backward(x, weight, *scales)
@@ -278,7 +280,7 @@ class _ScatteredProduct(torch.autograd.Function):
         x, weight, x_scale, weight_scale = ctx.saved_tensors
         products: Products = ctx.products
         need_x, need_weight = ctx.needs_input_grad[:2]
-        gather = collectives.PendingGather(grad, ctx.tp)
+        gather = collectives.PendingGather(grad, ctx.tp, collectives.halves(grad.shape[0]))
         scale = products.scale(gather.wait(), gradient=True) if products.scaled else None
         grad_x = None
         if need_x:

@@ -8,6 +8,8 @@ failing_run.py hang    rank 1 stops answering
 import sys
 import time
 
+import torch
+
 from megadiff.training.engine import NativeEngine
 from megadiff.training.errors import run
 from megadiff.training.setup import start
@@ -20,7 +22,8 @@ def main(argv: list[str]) -> None:
     cell = Cell(pipeline="2")
     config = config_of(cell)
     if how == "hang":
-        config.parallel.distributed_timeout_minutes = 0.05
+        # NCCL connects at the first message, which takes seconds
+        config.parallel.distributed_timeout_minutes = 0.25 if torch.cuda.is_available() else 0.05
     env = start(config)
     engine = NativeEngine(config, env)
     with StopRequests.install(config.training):  # torchrun's signal alone does not end a rank
@@ -28,12 +31,12 @@ def main(argv: list[str]) -> None:
             if step == 2 and env.mesh.rank == 1:
                 print(f"failing at {time.time():.2f}", flush=True)
                 if how == "hang":
-                    time.sleep(15)
+                    time.sleep(30 if torch.cuda.is_available() else 15)
                 raise RuntimeError("injected on rank 1")
             while step == 2 and how == "block":
                 time.sleep(1)
             engine.forward_backward(micro_batches_of(cell, step, 0), 50)
-            engine.step(0.01, 0.1)
+            engine.step(0.01, 0.1).grad_norm.item()  # waits for the device, as a log line does
 
 
 if __name__ == "__main__":
