@@ -23,8 +23,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Row:
     bar: float = 0.0  # share of the baseline's rate per GPU
     steps: tuple[int, int] = (2, 6)  # before the clock starts, and measured
     environment: str = ""
-    large: bool = False  # the large model
+    config: str = "configs/1.4B/diff_v2.yaml"
     profiled: bool = False
 
 
@@ -61,6 +61,7 @@ LARGE = "--seq-length 65536 --global-batch-size 1 --micro-batch-size 1 --recompu
 TP = f"{BATCH} --micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel"
 PP = f"{BATCH} --micro-batch-size 1 --pipeline-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer"
+LARGE_CONFIG = "configs/6.8B/diff_v2.yaml"
 # With one queue to the device kernels start in the order they were issued; several, where NCCL's
 # have priority, let a message start as soon as it can.
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS=8 TORCH_NCCL_HIGH_PRIORITY=1"
@@ -75,36 +76,39 @@ ROWS = [
         f"{SHARDED}", "one", 0.97, steps=(2, 4), profiled=True),
     # trains on two GPUs, and must not fit on one
     Row("6.8B_64k_cp2", 2, f"{LARGE} --context-parallel-size 2 {SHARDED}", steps=(1, 1),
-        large=True),
+        config=LARGE_CONFIG),
     Row("pp2_interleaved", 2, f"{PP} --num-virtual-stages-per-pipeline-rank 2 "
         "--pipeline-model-parallel-layout balanced", "one", 0.90, environment=QUEUES),
     Row("tp2_sp_queues", 2, TP, "one", 0.88, environment=QUEUES),
-    Row("6.8B_64k_one", 1, LARGE, steps=(1, 1), large=True),
+    Row("6.8B_64k_one", 1, LARGE, steps=(1, 1), config=LARGE_CONFIG),
 ]  # fmt: skip
 
-QUICK = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 128 "
-    "--global-batch-size 4 --micro-batch-size 1"
-)
+QUICK = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="configs/1.4B/diff_v2.yaml")
-    parser.add_argument("--large-config", default="configs/6.8B/diff_v2.yaml")
+    parser.add_argument(
+        "--row", nargs=4, action="append", default=[], metavar=("NAME", "GPUS", "CONFIG", "FLAGS"),
+        help="a row instead of the known ones; a row of one GPU is the baseline of what follows",
+    )  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="of every row")
     parser.add_argument("--rows", nargs="+", default=None, help="names of rows; all that fit here")
     parser.add_argument("--row-seconds", type=float, default=150, help="after these a row is lost")
     parser.add_argument("--quick", action="store_true", help="a tiny model on CPU processes")
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
-    here = 2 if args.quick else torch.cuda.device_count()
-    known = {row.name for row in ROWS}
+    choice = list(given_rows(args.row)) or ROWS
+    here = max(row.gpus for row in choice) if args.quick else torch.cuda.device_count()
+    known = {row.name for row in choice}
     if unknown := set(args.rows or []) - known:
         parser.error(f"unknown rows {sorted(unknown)}; there are {', '.join(sorted(known))}")
-    rows = [row for row in ROWS if row.gpus <= here and row.name in (args.rows or known)]
+    rows = [row for row in choice if row.gpus <= here and row.name in (args.rows or known)]
+    if args.profile:
+        rows = [replace(row, profiled=True) for row in rows]
     results: dict[str, dict[str, Any]] = {}
     device = "cpu" if args.quick else torch.cuda.get_device_name()
-    print(f"{here} x {device}, torch {torch.__version__}, {args.config}")
+    print(f"{here} x {device}, torch {torch.__version__}")
     print(
         f"{'row':20} {'tokens/s/GPU':>12} {'of one':>7} {'bar':>5} {'peak GB':>8} {'estimate':>8}"
     )
@@ -127,7 +131,14 @@ def main() -> None:
                 args.output.write_text(json.dumps({"device": device, "rows": results}, indent=1))
 
 
-def together(rows: list[Row], gpus: int) -> Any:
+def given_rows(given: list[list[str]]) -> Iterator[Row]:
+    baseline = None
+    for name, gpus, config, flags in given:
+        yield Row(name, int(gpus), flags, baseline if int(gpus) > 1 else None, config=config)
+        baseline = name if int(gpus) == 1 else baseline
+
+
+def together(rows: list[Row], gpus: int) -> Iterator[list[tuple[Row, int]]]:
     """Rounds of rows that run at the same time, each with its first GPU."""
     waiting: list[tuple[Row, int]] = []
     for row in rows:
@@ -161,7 +172,7 @@ def flags_of(row: Row, args: argparse.Namespace) -> list[str]:
     flags = [*row.flags.split(), "--train-iters", "100000"]
     if args.quick:  # the split of the row, with the sizes of a toy
         return [*flags, *QUICK.split(), "--device", "cpu"]
-    return ["--config", args.large_config if row.large else args.config, *flags, "--bf16"]
+    return ["--config", row.config, *flags, "--bf16"]
 
 
 class Workers:

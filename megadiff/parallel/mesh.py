@@ -78,7 +78,10 @@ def build_mesh(
         return _axis(ranks, dims, rank, timeout)
 
     pp, dp, cp, tp = (axis([dim]) for dim in range(4))
-    groups = [a.group or _singleton(world, rank, timeout) for a in (pp, dp, cp, tp)]
+    # DeviceMesh wants a group for axes of size 1 too. This rank makes it alone, which NCCL could
+    # not: it splits groups off the one of all ranks.
+    backend = "gloo" if dist.get_backend() == "nccl" else None
+    alone = dist.new_group([rank], timeout, backend, use_local_synchronization=True)
     return ParallelMesh(
         tp=tp,
         cp=cp,
@@ -92,7 +95,7 @@ def build_mesh(
         world_size=world,
         sequence_parallel=sequence_parallel and tensor > 1,
         device_mesh=DeviceMesh.from_group(
-            groups,
+            [axis.group or alone for axis in (pp, dp, cp, tp)],
             device_type,
             mesh=torch.from_numpy(grid),
             mesh_dim_names=("pp", "dp", "cp", "tp"),
@@ -116,9 +119,3 @@ def _axis(ranks: np.ndarray, dims: Sequence[int], rank: int, timeout: timedelta)
         if rank in members:
             found = Axis(group, members.index(rank), size)  # type: ignore[arg-type]
     return found
-
-
-def _singleton(world: int, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of this rank alone, which DeviceMesh wants for an axis of size 1."""
-    groups = [dist.new_group([r], timeout=timeout) for r in range(world)]
-    return groups[rank]  # type: ignore[return-value]
