@@ -121,8 +121,10 @@ class ModelConfig:
 
     @property
     def mixers(self) -> set[TokenMixer]:
-        """The token mixers of all layers."""
-        return {self.mixer_of_layer(layer) for layer in range(self.num_layers)}
+        """The token mixers of all layers, of a valid pattern."""
+        if self.hybrid_layer_pattern is None:
+            return {self.token_mixer}
+        return {MIXER_SYMBOLS[symbol] for symbol in self.hybrid_layer_pattern}
 
     @property
     def delta_heads(self) -> int:

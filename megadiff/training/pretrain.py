@@ -8,7 +8,7 @@ from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
 from megadiff.models.flops import ModelSize, model_size
-from megadiff.models.memory import estimate_memory
+from megadiff.models.memory import Memory
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
 from megadiff.training import checkpointing
@@ -17,6 +17,7 @@ from megadiff.training.data import RunData, build_data, set_vocabulary
 from megadiff.training.deepspeed import DeepSpeedEngine, read_settings
 from megadiff.training.engine import Engine, NativeEngine
 from megadiff.training.faults import StepWatch
+from megadiff.training.limits import check_sizes
 from megadiff.training.log import RunLog
 from megadiff.training.loop import Run, train
 from megadiff.training.setup import Environment, start, world_size
@@ -52,6 +53,7 @@ def pretrain(config: Config) -> str:
     if t.deepspeed:
         read_settings(config, world_size())  # refuses what contradicts before anything starts
     env = start(config)
+    memory = check_sizes(config, world_size(), env.device)
     data = build_data(config, env.mesh.dp, eod, pin_memory=env.device.type == "cuda")
     saved = checkpointing.find(config, env)
     with ExitStack() as stack:
@@ -65,7 +67,7 @@ def pretrain(config: Config) -> str:
         progress = Progress()
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
-        describe(config, size, data, env, log)
+        describe(size, memory, data, env, log)
         for line in [*describe_groups([engine.model], config.optimizer), *engine.notes]:
             log.line(f" {line}")
 
@@ -184,7 +186,7 @@ def resume(
     return progress, schedule
 
 
-def describe(config: Config, size: ModelSize, data: RunData, env: Environment, log: RunLog) -> None:
+def describe(size: ModelSize, memory: Memory, data: RunData, env: Environment, log: RunLog) -> None:
     """Tell what is about to be trained, on what and how."""
     mesh = env.mesh
     log.line(
@@ -192,8 +194,7 @@ def describe(config: Config, size: ModelSize, data: RunData, env: Environment, l
         f"{str(env.dtype).removeprefix('torch.')}: tensor {mesh.tp.size} x pipeline "
         f"{mesh.pp.size} x context {mesh.cp.size} x data {mesh.dp.size}"
     )
-    fullest = max(estimate_memory(config, mesh.world_size), key=lambda memory: memory.total)
-    log.line(f" memory: about {fullest} on the fullest rank")
+    log.line(f" memory: about {memory} on the fullest rank")
     parts = [f"{len(data.train.dataset):,} training"]
     parts += [f"{data.valid_samples:,} validation"] if data.valid else []
     parts += [f"{data.test_samples:,} test"] if data.test else []

@@ -166,6 +166,20 @@ class TestRefusals:
         argv = [f for f in flags("nothing") if f not in ("--data-path", "nothing")]
         self.refused(ConfigError, "give --data-path", argv)
 
+    @pytest.mark.parametrize(
+        ("flag", "size", "message"),
+        [
+            ("--micro-batch-size", 10**7, "fullest rank would need about .* GB .weights"),
+            ("--seq-length", 10**12, "fullest rank would need about"),
+            ("--hidden-size", 2**40, r"x --hidden-size 1099511627776 x .* parameters: .* GB on"),
+            ("--num-layers", 10**15, r"--num-layers 1000000000000000 x .* parameters"),
+            ("--train-iters", 10**15, r"--train-iters 1000000000000000 x .* order alone takes"),
+        ],
+    )
+    def test_of_absurd_sizes(self, data: str, flag: str, size: int, message: str) -> None:
+        argv = flags(data, "--global-batch-size", str(10**7 if "batch" in flag else 8))
+        self.refused(ConfigError, message, [*argv, "--train-iters", "2", flag, str(size)])
+
     def test_of_an_unknown_vocabulary(self, data: str) -> None:
         argv = [f for f in flags(data) if f not in ("--vocab-size", "60")]
         self.refused(ConfigError, "vocabulary", argv)
