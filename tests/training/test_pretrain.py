@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megadiff.checkpoint.ranks import CheckpointError
-from megadiff.checkpoint.state import module_tensors
-from megadiff.checkpoint.storage import save
+from megadiff.checkpoint.state import Piece, ShardedTensor, module_tensors
+from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save
 from megadiff.config import ConfigError, load_config, to_dict
 from megadiff.data.indexed_dataset import DataError
 from megadiff.models.decoder import Decoder
@@ -215,6 +215,25 @@ class TestRefusals:
         train([*argv, "--train-iters", "3", "--allow-data-change", "--log-dir", str(log),
                "--override-opt_param-scheduler"])  # fmt: skip
         assert list(losses(log)) == [3]
+
+    def test_of_a_checkpoint_that_tells_no_data(self, data: str, tmp_path: Path) -> None:
+        """One converted from another engine's: it goes on with the data that are asked for."""
+        argv = flags(data, "--train-iters", "4", "--log-dir", str(tmp_path / "log"))
+        train([*argv, "--save", str(tmp_path / "saved"), "--save-interval", "2"])
+        source = tmp_path / "saved" / "iter_0000002"
+        reader = CheckpointReader(source)
+        tensors = {
+            name: ShardedTensor(shape, dtype, [Piece((0,) * len(shape), reader.read(name))])
+            for name, (shape, dtype) in reader.tensors.items()
+        }
+        metadata = read_metadata(source)
+        del metadata["data"], metadata["schedule"]
+        save(tmp_path / "converted" / source.name, tensors, metadata)
+        argv = flags(data, "--train-iters", "4", "--load", str(tmp_path / "converted"))
+        self.refused(CheckpointError, "does not tell which.*--allow-data-change", argv)
+        train([*argv, "--allow-data-change", "--log-dir", str(tmp_path / "again")])
+        expected = losses(tmp_path / "log")
+        assert losses(tmp_path / "again") == {step: expected[step] for step in (3, 4)}
 
     def test_of_more_epochs_at_resume(self, data: str, tmp_path: Path) -> None:
         """More epochs are shuffled together, so that other samples come first."""
