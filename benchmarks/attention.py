@@ -130,6 +130,7 @@ def operators(
     cudnn = partial(torch_call, backend=SDPBackend.CUDNN_ATTENTION)
     flash = partial(torch_call, backend=SDPBackend.FLASH_ATTENTION)
     rows: dict[str, Callable[..., Tensor]] = {
+        "megadiff hopper": partial(diff_attention, backend="hopper", **extra),
         "megadiff triton": partial(diff_attention, backend="triton", **extra),
         "megadiff sdpa": partial(diff_attention, backend="sdpa", **extra),
     }

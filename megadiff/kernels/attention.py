@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megadiff.kernels import reference, sdpa
+from megadiff.kernels import hopper, reference, sdpa
 from megadiff.kernels.geometry import Geometry, make_geometry
 from megadiff.kernels.norm import rms_norm
 
-Backend = Literal["auto", "reference", "sdpa", "triton"]
+Backend = Literal["auto", "reference", "sdpa", "triton", "hopper"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,12 +62,15 @@ def _choose(
     device: str,
     geometry: Geometry,
     needs_grad: bool,
+    no_hopper: str | None,
     no_triton: str | None,
     no_sdpa: str | None,
 ) -> str:
     """The backend that runs; a named one that cannot serve the call is refused with the reason."""
     if backend == "auto":
-        chosen, reason = "triton", ""
+        chosen, reason = "hopper", ""
+        if no_hopper is not None:
+            chosen, reason = "triton", f"hopper is not possible, {no_hopper}"
         if device == "cpu":  # also where Triton's interpreter could run
             chosen, reason = "sdpa", "the tensors are on the CPU"
         elif no_triton is not None:
@@ -79,7 +82,7 @@ def _choose(
         if not torch.compiler.is_compiling():
             _say_once("diff_attention", chosen, reason)
         return chosen
-    why_not = {"triton": no_triton, "sdpa": no_sdpa, "reference": None}
+    why_not = {"hopper": no_hopper, "triton": no_triton, "sdpa": no_sdpa, "reference": None}
     if backend not in why_not:
         raise ValueError(f"unknown backend {backend!r}; known: auto, {', '.join(why_not)}")
     if why_not[backend] is not None:
@@ -195,7 +198,8 @@ def diff_attention(
             norm_weight `[d_v]` if given, times out_scale if given.
         deterministic: two runs are equal bit for bit.
         backend: "auto", or "reference" (holds the maps), "sdpa" (torch's kernels), "triton" (fused;
-            bfloat16 and float16, d up to 128, d_v up to 256).
+            bfloat16 and float16, d up to 128, d_v up to 256), "hopper" (fused for one GPU
+            generation; bfloat16, d 64 or 128, causal or full).
 
     Returns:
         `[batch, seq, h, d_v]` (packed: `[tokens, h, d_v]`) in q's dtype; exactly 0 before the norm,
@@ -234,15 +238,17 @@ def diff_attention(
         q.device.type,
         geometry,
         needs_grad,
+        hopper.why_not(q, k, v, scale, geometry),
         _why_not_triton(q, k, v, scale),
         _why_not_sdpa(q, needs_grad, deterministic),
     )
-    if chosen == "triton":
+    if chosen in ("triton", "hopper"):
         from megadiff.kernels import diff_triton  # needs Triton, which is optional
 
         return diff_triton.diff_attention(
-            q, k, v, lam, scale, geometry, norm_weight, norm_eps, out_scale, save=needs_grad
-        )
+            q, k, v, lam, scale, geometry, norm_weight, norm_eps, out_scale,
+            hopper=chosen == "hopper", save=needs_grad,
+        )  # fmt: skip
     run = reference.diff_attention if chosen == "reference" else sdpa.diff_attention
     out = run(q, k, v, lam, scale, geometry)
     if norm_eps is not None:

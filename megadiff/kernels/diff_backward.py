@@ -69,7 +69,12 @@ def preprocess(
     tl.store(dlam + rows.to(tl.int64) * pairs + pair, -d2, mask=inside)
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)
     row_count: tl.constexpr = 3 if PER_TOKEN else 2
-    to = delta + row_count * pair * pitch.to(tl.int64) + statistics_start(q_start, index) + begin
+    to = (
+        delta
+        + row_count * pair * pitch.to(tl.int64)
+        + statistics_start(q_start, n_q, index, PACKED)
+        + begin
+    )
     to += tl.arange(0, ROWS)
     tl.store(to, tl.sum(grad * o, 1) + this * d2, mask=inside)
     tl.store(to + pitch, d2, mask=inside)
@@ -145,7 +150,7 @@ def backward_keys(
     q_start, n_q, k_start, n_k, in_use = sequence(
         index, cu_q, cu_k, used, n_q, n_k, PACKED, HAS_USED
     )
-    statistics = statistics_start(q_start, index)
+    statistics = statistics_start(q_start, n_q, index, PACKED)
     begin = block * BN
     if begin >= n_k:
         return
@@ -272,7 +277,7 @@ def backward_queries(
     q2 = q_desc.load([q_start + begin, (2 * pair + 1) * D])
     g = g_desc.load([q_start + begin, pair * DV])
     row_count: tl.constexpr = 3 if PER_TOKEN else 2
-    stat = statistics_start(q_start, index) + begin + tl.arange(0, BM)
+    stat = statistics_start(q_start, n_q, index, PACKED) + begin + tl.arange(0, BM)
     at = 2 * pair * pitch.to(tl.int64) + stat
     lse1 = tl.load(lse + at, mask=inside, other=float("inf"))
     lse2 = tl.load(lse + pitch + at, mask=inside, other=float("inf"))

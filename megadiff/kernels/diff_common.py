@@ -42,10 +42,13 @@ def sequence(index, cu_q, cu_k, used, n_q, n_k, PACKED: tl.constexpr, HAS_USED: 
 
 
 @triton.jit
-def statistics_start(q_start, index):
+def statistics_start(q_start, n_q, index, PACKED: tl.constexpr):
     """Where the per-query statistics of a sequence begin in their rows: on a multiple of 4, as the
-    copy engine wants. Sequences do not overlap, and a row takes tokens + 4 * sequences entries."""
-    return (q_start // 4 + index) * 4
+    copy engine wants; in a batch, at equal distances. Sequences do not overlap, and a row takes
+    tokens + 4 * sequences entries."""
+    if PACKED:
+        return (q_start // 4 + index) * 4
+    return index * (n_q // 4 + 1) * 4
 
 
 @triton.jit

@@ -191,7 +191,9 @@ def forward_in_turn(
     )  # fmt: skip
     at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
     tl.store(second + at, o2.to(second.dtype.element_ty), mask=inside[:, None])
-    lse_at = lse + 2 * pair * pitch.to(tl.int64) + statistics_start(q_start, index) + begin
+    lse_at = (
+        lse + 2 * pair * pitch.to(tl.int64) + statistics_start(q_start, n_q, index, PACKED) + begin
+    )
     tl.store(lse_at + pitch + tl.arange(0, BM), lse2, mask=inside)
 
     o1, lse1 = _branch(
@@ -272,7 +274,12 @@ def forward_joint(
     if SAVE:
         at = (rows.to(tl.int64) * pairs + pair)[:, None] * DV + tl.arange(0, DV)[None, :]
         tl.store(second + at, o2.to(second.dtype.element_ty), mask=inside[:, None])
-        lse_at = lse + 2 * pair * pitch.to(tl.int64) + statistics_start(q_start, index) + begin
+        lse_at = (
+            lse
+            + 2 * pair * pitch.to(tl.int64)
+            + statistics_start(q_start, n_q, index, PACKED)
+            + begin
+        )
         tl.store(lse_at + tl.arange(0, BM), lse1, mask=inside)
         tl.store(lse_at + pitch + tl.arange(0, BM), lse2, mask=inside)
     this = load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN, PER_HEAD)

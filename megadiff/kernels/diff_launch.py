@@ -301,34 +301,38 @@ def backward_launches(
     dk: Tensor,
     dv: Tensor,
 ) -> list[Launch]:
+    """The launches for dK and dV, then the one for dQ."""
     plan = _Plan(q, k, v, call)
     rows_g = _rows(g)
     tiles = plan.tiles
 
-    def launch(kernel: Any, tile: Tile, queries: bool, outputs: dict, flags: dict) -> Launch:
-        if queries:
-            length, block, heads = call.max_q, tile.queries, plan.pairs
-        else:
-            length, block, heads = call.max_k, tile.keys, plan.groups
-        grid, arguments, constants = plan.common(tile, length, block, heads)
-        arguments |= {"g_desc": _descriptor(rows_g, tile.queries, plan.d_v), "scale": call.scale}
-        if queries:
-            arguments |= {"lse": lse, "delta": delta, "pitch": lse.shape[1], **outputs}
-        else:
-            arguments |= {
-                "lse_desc": _descriptor(lse, 1, tile.queries),
-                "delta_desc": _descriptor(delta.flatten(0, 1), 1, tile.queries),
-                **outputs,
-            }
-        return Launch(kernel, grid, arguments, constants | flags, tile.warps, tile.stages)
+    def keys(tile: Tile, want_dk: bool, want_dv: bool) -> Launch:
+        grid, arguments, constants = plan.common(tile, call.max_k, tile.keys, plan.groups)
+        arguments |= {
+            "g_desc": _descriptor(rows_g, tile.queries, plan.d_v),
+            "lse_desc": _descriptor(lse, 1, tile.queries),
+            "delta_desc": _descriptor(delta.flatten(0, 1), 1, tile.queries),
+            "dk_out": dk,
+            "dv_out": dv,
+            "scale": call.scale,
+        }
+        constants |= {"WANT_DK": want_dk, "WANT_DV": want_dv}
+        kernel = diff_backward.backward_keys
+        return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
 
-    keys = diff_backward.backward_keys
-    outputs = {"dk_out": dk, "dv_out": dv}
-    if tiles.dv is not None:
-        for_keys = [
-            launch(keys, tiles.dv, False, outputs, {"WANT_DK": False, "WANT_DV": True}),
-            launch(keys, tiles.dk, False, outputs, {"WANT_DK": True, "WANT_DV": False}),
-        ]
+    if tiles.dv is None:
+        for_keys = [keys(tiles.dk, True, True)]
     else:
-        for_keys = [launch(keys, tiles.dk, False, outputs, {"WANT_DK": True, "WANT_DV": True})]
-    return [*for_keys, launch(diff_backward.backward_queries, tiles.dq, True, {"dq_out": dq}, {})]
+        for_keys = [keys(tiles.dv, False, True), keys(tiles.dk, True, False)]
+    tile = tiles.dq
+    grid, arguments, constants = plan.common(tile, call.max_q, tile.queries, plan.pairs)
+    arguments |= {
+        "g_desc": _descriptor(rows_g, tile.queries, plan.d_v),
+        "lse": lse,
+        "delta": delta,
+        "pitch": lse.shape[1],
+        "dq_out": dq,
+        "scale": call.scale,
+    }
+    kernel = diff_backward.backward_queries
+    return [*for_keys, Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)]

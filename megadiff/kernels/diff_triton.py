@@ -71,11 +71,12 @@ def forward_op(
     eps: float | None,
     out_scale: float,
     width: int,
+    hopper: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, O, O2, log-sum-exp, 1 / rms). O is y where there is no norm, and then empty here; all but
-    y are empty or arbitrary without `save`. lam is float32; widths are powers of two, at least
-    16."""
+    y are empty or arbitrary without `save`. lam is float32; widths are powers of two, at least 16.
+    hopper: with the kernels of `megadiff.kernels.hopper`."""
     call = _call(
         q, k, lam, cu_q, cu_k, used, weight, max_q, max_k, left, right, scale, eps, out_scale, width
     )
@@ -83,18 +84,13 @@ def forward_op(
     if cu_q is not None:  # rows after the last document are written by no program
         for x in (y, out, second, rstd):
             x.zero_()
-    diff_launch.forward_launch(
-        q,
-        k,
-        v,
-        call,
-        y if eps is None else out,
-        second,
-        y if eps is not None else None,
-        lse,
-        rstd,
-        save,
-    ).run()
+    make_launch = diff_launch.forward_launch
+    if hopper:
+        from megadiff.kernels.hopper import launch as hopper_launch  # needs its version of Triton
+
+        make_launch = hopper_launch.forward_launch
+    first, normed = (y, None) if eps is None else (out, y)
+    make_launch(q, k, v, call, first, second, normed, lse, rstd, save).run()
     return y, out, second, lse, rstd
 
 
@@ -120,7 +116,7 @@ def forward_outputs(
 @forward_op.register_fake
 def _(
     q, k, v, lam, weight, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale,
-    width, save,
+    width, hopper, save,
 ):  # fmt: skip
     return forward_outputs(q, v, cu_q, eps, save)
 
@@ -148,6 +144,7 @@ def backward_op(
     eps: float | None,
     out_scale: float,
     width: int,
+    hopper: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, lam and weight (empty if there is none)."""
     call = _call(
@@ -173,7 +170,12 @@ def backward_op(
         for x in (dq, dk, dv):
             x.zero_()
     g = dy if g is None else g
-    for launch in diff_launch.backward_launches(q, k, v, call, g, lse, delta, dq, dk, dv):
+    make_launches = diff_launch.backward_launches
+    if hopper:
+        from megadiff.kernels.hopper import launch as hopper_launch  # needs its version of Triton
+
+        make_launches = hopper_launch.backward_launches
+    for launch in make_launches(q, k, v, call, g, lse, delta, dq, dk, dv):
         launch.run()
     dlam = dlam.view(lam.shape) if lam.dim() > 1 else dlam.sum(0)
     dlam = dlam.sum() if lam.dim() == 0 else dlam
@@ -185,7 +187,7 @@ def backward_op(
 @backward_op.register_fake
 def _(
     dy, q, k, v, lam, weight, out, second, lse, rstd, cu_q, cu_k, used, max_q, max_k, left, right,
-    scale, eps, out_scale, width,
+    scale, eps, out_scale, width, hopper,
 ):  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dweight = dy.new_empty(0) if weight is None else weight.new_empty(weight.shape)
@@ -205,10 +207,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx: Any, dy: Tensor | None, *_unused: Tensor | None) -> tuple:
     if dy is None:
-        return (None,) * 17
+        return (None,) * 18
     saved = ctx.saved_tensors  # once: under recomputation every look makes them anew
     dq, dk, dv, dlam, dweight = backward_op(dy, *saved, *ctx.numbers)
-    return dq, dk, dv, dlam, (None if saved[4] is None else dweight), *[None] * 12
+    return dq, dk, dv, dlam, (None if saved[4] is None else dweight), *[None] * 13
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -230,6 +232,7 @@ def diff_attention(
     norm_weight: Tensor | None,
     norm_eps: float | None,
     out_scale: float | None,
+    hopper: bool,
     save: bool,
 ) -> Tensor:
     """The whole operator with its epilogue, in q's dtype. save: a backward will follow."""
@@ -252,6 +255,7 @@ def diff_attention(
         norm_eps,
         1.0 if out_scale is None else out_scale,
         width,
+        hopper,
         save,
     )[0]
     return y[..., :width]

@@ -13,7 +13,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megadiff.kernels import diff_launch, diff_triton
 
@@ -38,9 +37,9 @@ def _type(value: Any) -> str:
         return "constexpr"
     if isinstance(value, torch.Tensor):
         return "*" + _TYPES[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        shape = ", ".join(str(x) for x in value.block_shape)
-        return f"tensordesc<{_TYPES[value.base.dtype]}[{shape}]>"
+    if hasattr(value, "block_shape"):  # a descriptor of Triton, or of Gluon, which has a layout
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -60,8 +59,13 @@ def compile_launch(launch: Any) -> Report:
             constants[(i,)] = None
         elif isinstance(value, torch.Tensor):
             attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
+        source(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": launch.warps, "num_stages": launch.stages},
     )
@@ -80,7 +84,9 @@ def compile_launch(launch: Any) -> Report:
     return Report(int(usage[1]), int(usage[2]), compiled.metadata.shared, wgmma)
 
 
-def launches(d: int, d_v: int, own_keys: bool, norm: bool, packed: bool) -> list[Any]:
+def launches(
+    d: int, d_v: int, own_keys: bool, norm: bool, packed: bool, hopper: bool = False
+) -> list[Any]:
     """All launches of a forward and a backward, on tensors that are never read."""
     pairs, groups, tokens, dtype = 4, 2, 256, torch.bfloat16
     q = torch.empty(1, tokens, 2 * pairs, d, dtype=dtype)
@@ -102,6 +108,11 @@ def launches(d: int, d_v: int, own_keys: bool, norm: bool, packed: bool) -> list
     flat = [x.view(tokens, pairs, d_v) for x in (y, first, second)]
     g = flat[0] if norm else None
     sequences = 2 if packed else 1
+    backward = diff_launch.backward_launches
+    if hopper:
+        from megadiff.kernels.hopper import launch as hopper_launch
+
+        backward = hopper_launch.backward_launches
     return [
         diff_launch.forward_launch(
             q, k, v, call, first, second, y if norm else None, lse, rstd, True
@@ -109,16 +120,17 @@ def launches(d: int, d_v: int, own_keys: bool, norm: bool, packed: bool) -> list
         diff_launch.preprocess_launch(
             *flat, rstd, call, sequences, g, delta, torch.empty(tokens, pairs), torch.empty(1)
         ),
-        *diff_launch.backward_launches(q, k, v, call, y, lse, delta, q, k, v),
+        *backward(q, k, v, call, flat[0], lse, delta, q, k, v),
     ]
 
 
 def main() -> None:
-    """Arguments: d, d_v, own_keys, norm, packed; one line of JSON per kernel."""
-    d, d_v, own_keys, norm, packed = (int(x) for x in sys.argv[1:])
-    for launch in launches(d, d_v, bool(own_keys), bool(norm), bool(packed)):
+    """Arguments: d, d_v, own_keys, norm, packed, hopper; one line of JSON per kernel."""
+    d, d_v, own_keys, norm, packed, hopper = (int(x) for x in sys.argv[1:])
+    for launch in launches(d, d_v, bool(own_keys), bool(norm), bool(packed), bool(hopper)):
         report = asdict(compile_launch(launch))
-        print(json.dumps({"kernel": launch.kernel.__name__, **report}), flush=True)
+        kernel = {"kernel": launch.kernel.__name__, "gluon": launch.kernel.is_gluon()}
+        print(json.dumps(kernel | report), flush=True)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_backends_are_named_and_refuse_with_the_reason() -> None:
     inputs = Case("refused").inputs(torch.float32)
     with pytest.raises(ValueError, match="'triton' cannot serve this call: it takes bfloat16"):
         diff_attention(*inputs, backend="triton")
-    with pytest.raises(ValueError, match="unknown backend 'flash'; known: auto, triton"):
+    with pytest.raises(ValueError, match="unknown backend 'flash'; known: auto, hopper"):
         diff_attention(*inputs, backend="flash")
 
 

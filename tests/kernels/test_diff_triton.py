@@ -314,7 +314,7 @@ def test_opcheck(norm: bool, packed: bool) -> None:
     cu = case.call_options(DEVICE).get("cu_seqlens_q")
     eps = 1e-5 if norm else None
     arguments = (q, k, v, lam.detach().float().requires_grad_(), weight, cu, cu, None)
-    numbers = (9, 9, -1, 0, 0.25, eps, 0.7, 32)
+    numbers = (9, 9, -1, 0, 0.25, eps, 0.7, 32, False)
     torch.library.opcheck(diff_triton.forward_op, (*arguments, *numbers, True))
     y, out, second, lse, rstd = diff_triton.forward_op(*arguments, *numbers, True)
     saved = [x.detach() for x in (y if eps is None else out, second, lse, rstd)]

@@ -30,7 +30,7 @@ def check(reports: list[dict]) -> None:
 
 
 def test_narrow_heads() -> None:
-    check(compiled(16, 32, 1, 0, 0))
+    check(compiled(16, 32, 1, 0, 0, 0))
 
 
 @pytest.mark.slow
@@ -39,4 +39,4 @@ def test_narrow_heads() -> None:
     "widths", [(128, 256, 1), (128, 128, 1), (64, 128, 1), (128, 128, 0), (64, 64, 0)]
 )
 def test_every_shape(widths: tuple[int, int, int], norm_and_packed: tuple[int, int]) -> None:
-    check(compiled(*widths, *norm_and_packed))
+    check(compiled(*widths, *norm_and_packed, 0))

@@ -1,0 +1,245 @@
+"""How one call is run on Hopper: tile shapes, copy-engine descriptors, launches."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megadiff.kernels import diff_launch
+from megadiff.kernels.diff_launch import Call, Launch, block_count
+from megadiff.kernels.hopper.forward import forward
+from megadiff.kernels.hopper.keys import backward_keys
+from megadiff.kernels.hopper.queries import backward_queries
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """dK and dV. Owners of 64 keys (with roles: one), queries per stage, stages, heads side by
+    side, registers of the warp groups after the first."""
+
+    owners: int
+    queries: int
+    stages: int
+    group: int
+    roles: bool = False
+    registers: int = 240
+
+
+@dataclass(frozen=True)
+class Queries:
+    """dQ of 128 queries. Keys per stage, stages, heads side by side, whether P is packed."""
+
+    keys: int
+    stages: int
+    group: int
+    lean: bool = False
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Keys per stage, stages, heads side by side."""
+
+    keys: int
+    stages: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """None: Triton's kernel was measured to be the faster one."""
+
+    keys: Keys | None
+    queries: Queries | None
+    forward: Forward | None = None
+
+
+# (d, d_v, own keys). Measurements: docs/kernels.md.
+TILES = {
+    (128, 256, True): Tiles(Keys(1, 64, 2, 3, True, 224), Queries(32, 3, 4)),
+    (64, 128, True): Tiles(Keys(2, 64, 3, 8), Queries(64, 3, 8)),
+    (128, 128, False): Tiles(Keys(2, 64, 3, 6), Queries(64, 3, 8, True)),
+    (64, 64, False): Tiles(Keys(2, 64, 4, 4), Queries(64, 4, 8)),
+}
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """x `[batch, tokens, heads, width]` as `[batch, tokens, heads * width]`, read in blocks of
+    `rows` tokens of one head; what lies past the last token reads as 0. Copied if the copy engine
+    cannot take its strides."""
+    batch, tokens, heads, width = x.shape
+    strides = x.stride(0) if batch > 1 else tokens * x.stride(1), x.stride(1)
+    regular = (
+        x.stride(3) == 1
+        and (heads == 1 or x.stride(2) == width)
+        and all(s * x.element_size() % 16 == 0 and s > 0 for s in strides)
+        and x.data_ptr() % 16 == 0
+    )
+    if not regular:
+        x = x.contiguous()
+        strides = x.stride(0), x.stride(1)
+    block = [1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    view = x.as_strided((batch, tokens, heads * width), (*strides, 1))
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)
+
+
+def _statistics(x: Tensor, batch: int, n_q: int, block: int) -> TensorDescriptor:
+    """Rows `[rows, pitch]` as `[rows, batch, n_q]` (`diff_common.statistics_start`)."""
+    view = x.as_strided((x.shape[0], batch, n_q), (x.shape[1], (n_q // 4 + 1) * 4, 1))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block], layout)
+
+
+def backward_launches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    g: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> list[Launch]:
+    """As `diff_launch.backward_launches`, with Triton's kernels where they are faster."""
+    batch, n_q, heads, d = q.shape
+    n_k, groups, d_v = v.shape[1:]
+    pairs = heads // 2
+    own_keys = k.shape[2] != groups
+    tiles = TILES[d, d_v, own_keys]
+    *for_keys, for_queries = diff_launch.backward_launches(q, k, v, call, g, lse, delta, dq, dk, dv)
+    g = g.view(batch, n_q, pairs, d_v)
+    arguments = {
+        "lam": call.lam,
+        "n_q": n_q,
+        "n_k": n_k,
+        "n_sequences": batch,
+        "pairs": pairs,
+        "groups": groups,
+        "qk_scale": call.scale * _LOG2E,
+        "scale": call.scale,
+    }
+    constants = {
+        "D": d,
+        "DV": d_v,
+        "OWN_KEYS": own_keys,
+        "PER_TOKEN": call.lam.dim() > 1,
+        "PER_HEAD": call.lam.dim() == 1,
+        "CAUSAL": call.right == 0,
+    }
+    if tiles.keys is not None:
+        tile = tiles.keys
+        blocks = block_count(n_k, 64 * tile.owners)
+        more = {
+            "q_desc": _descriptor(q, tile.queries),
+            "g_desc": _descriptor(g, tile.queries),
+            "k_desc": _descriptor(k, 64),
+            "v_desc": _descriptor(v, 64),
+            "lse_desc": _statistics(lse, batch, n_q, tile.queries),
+            "delta_desc": _statistics(delta.flatten(0, 1), batch, n_q, tile.queries),
+            "dk_out": dk,
+            "dv_out": dv,
+            "blocks": blocks,
+        }
+        switches = {
+            "BM": tile.queries,
+            "OWNERS": tile.owners,
+            "GROUP": tile.group,
+            "STAGES": tile.stages,
+            "ROLES": tile.roles,
+            "REGISTERS": tile.registers,
+        }
+        grid = (blocks * batch * groups,)
+        for_keys = [Launch(backward_keys, grid, arguments | more, constants | switches, 4, 1)]
+    if tiles.queries is not None:
+        tile = tiles.queries
+        blocks = block_count(n_q, 128)
+        more = {
+            "q_desc": _descriptor(q, 64),
+            "g_desc": _descriptor(g, 64),
+            "k_desc": _descriptor(k, tile.keys),
+            "v_desc": _descriptor(v, tile.keys),
+            "lse": lse,
+            "delta": delta,
+            "pitch": lse.shape[1],
+            "dq_out": dq,
+            "blocks": blocks,
+        }
+        switches = {
+            "BN": tile.keys,
+            "GROUP": tile.group,
+            "STAGES": tile.stages,
+            "LEAN": tile.lean,
+        }
+        grid = (blocks * batch * pairs,)
+        for_queries = Launch(backward_queries, grid, arguments | more, constants | switches, 4, 1)
+    return [*for_keys, for_queries]
+
+
+def forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    out: Tensor | None,
+    second: Tensor | None,
+    normed: Tensor | None,
+    lse: Tensor,
+    rstd: Tensor | None,
+    save: bool,
+) -> Launch:
+    """As `diff_launch.forward_launch`, with Triton's kernel where it is faster."""
+    batch, n_q, heads, d = q.shape
+    n_k, groups, d_v = v.shape[1:]
+    pairs = heads // 2
+    own_keys = k.shape[2] != groups
+    tile = TILES[d, d_v, own_keys].forward
+    if tile is None:
+        return diff_launch.forward_launch(q, k, v, call, out, second, normed, lse, rstd, save)
+    in_turn = d_v > 128
+    blocks = block_count(n_q, 128 if in_turn else 64)
+    arguments = {
+        "q_desc": _descriptor(q, 64),
+        "k_desc": _descriptor(k, tile.keys),
+        "v_desc": _descriptor(v, tile.keys),
+        "out": out,
+        "second": second,
+        "normed": normed,
+        "lse": lse,
+        "rstd": rstd,
+        "lam": call.lam,
+        "weight": call.weight,
+        "n_q": n_q,
+        "n_k": n_k,
+        "n_tokens": batch * n_q,
+        "pitch": lse.shape[1],
+        "blocks": blocks,
+        "n_sequences": batch,
+        "pairs": pairs,
+        "groups": groups,
+        "qk_scale": call.scale * _LOG2E,
+        "width": float(call.width),
+        "eps": call.eps or 0.0,
+        "out_scale": call.out_scale,
+    }
+    constants = {
+        "D": d,
+        "DV": d_v,
+        "BN": tile.keys,
+        "GROUP": tile.group,
+        "OWN_KEYS": own_keys,
+        "PER_TOKEN": call.lam.dim() > 1,
+        "PER_HEAD": call.lam.dim() == 1,
+        "CAUSAL": call.right == 0,
+        "NORM": call.eps is not None,
+        "HAS_WEIGHT": call.weight is not None,
+        "SAVE": save,
+        "IN_TURN": in_turn,
+        "STAGES": tile.stages,
+    }
+    return Launch(forward, (blocks * batch * pairs,), arguments, constants, 4, 1)
