@@ -1,12 +1,13 @@
 """When the Hopper kernels are chosen, and what they say when they are not. On a GPU of that
 generation also their results; that they compile is checked wherever their Triton is installed."""
 
+from importlib import import_module
 from importlib.metadata import version
 
 import pytest
 import torch
 
-from megadiff.kernels import attention, hopper
+from megadiff.kernels import hopper
 from megadiff.kernels.attention import _choose, diff_attention
 from megadiff.kernels.geometry import Geometry
 from tests.kernels.cases import Case
@@ -56,7 +57,8 @@ def test_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_takes_them_where_it_can_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
-    monkeypatch.setattr(attention, "_say_once", lambda *what: said.append(what))
+    module = import_module(_choose.__module__)
+    monkeypatch.setattr(module, "_say_once", lambda *what: said.append(what))
 
     def choose(device: str, no_hopper: str | None, no_triton: str | None = None) -> str:
         geometry = Geometry(right=0, max_seqlen_q=100)

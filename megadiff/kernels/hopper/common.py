@@ -27,10 +27,10 @@ def tile(tiles, i):
 
 
 @gluon.jit
-def schedule(pid, blocks, heads, GROUP: gl.constexpr, REVERSED: gl.constexpr):
-    """1-D grid -> (block, head), as `diff_common.schedule`."""
-    first = pid // (blocks * GROUP) * GROUP
-    size = min(GROUP, heads - first)
+def schedule(pid, blocks, heads, side, REVERSED: gl.constexpr):
+    """1-D grid -> (block, head), `side` heads side by side: `diff_common.schedule`."""
+    first = pid // (blocks * side) * side
+    size = min(side, heads - first)
     inside = pid - first * blocks
     block = inside // size
     if REVERSED:

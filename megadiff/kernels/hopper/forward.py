@@ -33,7 +33,7 @@ from megadiff.kernels.hopper.common import (
     tile,
 )
 
-_INTEGERS = ["n_q", "n_k", "blocks", "pitch", "n_sequences", "pairs", "groups", "n_tokens"]
+_INTEGERS = ["n_q", "n_k", "n_tokens", "pitch", "blocks", "side", "n_sequences", "pairs", "groups"]
 
 
 @gluon.jit
@@ -64,11 +64,12 @@ def _produce(
             mbarrier.wait(k_empty.index(s), phase)
             mbarrier.expect(k_full.index(s), together * k_desc.block_type.nbytes)
             for b in gl.static_range(together):
-                branch: gl.constexpr = (branches - 1) * (1 - turn) if IN_TURN else b
+                head = group * branches + b
+                if IN_TURN:  # branch 2 first
+                    head = group * branches + (branches - 1) * (1 - turn)
                 tma.async_copy_global_to_shared(
-                    k_desc, [index, j, (group * branches + branch) * D], k_full.index(s),
-                    k_tiles.index(together * s + b),
-                )  # fmt: skip
+                    k_desc, [index, j, head * D], k_full.index(s), k_tiles.index(together * s + b)
+                )
             mbarrier.wait(v_empty.index(s), phase)
             mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -272,14 +273,14 @@ def _both_branches(
 @gluon.jit(do_not_specialize=_INTEGERS)
 def forward(
     q_desc, k_desc, v_desc, out, second, normed, lse, rstd, lam, weight, n_q, n_k, n_tokens, pitch,
-    blocks, n_sequences, pairs, groups, qk_scale, width, eps, out_scale, D: gl.constexpr,
-    DV: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, OWN_KEYS: gl.constexpr,
+    blocks, side, n_sequences, pairs, groups, qk_scale, width, eps, out_scale, D: gl.constexpr,
+    DV: gl.constexpr, BN: gl.constexpr, OWN_KEYS: gl.constexpr,
     PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr, CAUSAL: gl.constexpr, NORM: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, SAVE: gl.constexpr, IN_TURN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One block of queries of one pair."""
     queries: gl.constexpr = 128 if IN_TURN else 64
-    block, z = schedule(gl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
+    block, z = schedule(gl.program_id(0), blocks, n_sequences * pairs, side, True)
     pair = z % pairs
     index = z // pairs
     group = pair // (pairs // groups)

@@ -41,7 +41,7 @@ from megadiff.kernels.hopper.common import (
     times_second,
 )
 
-_INTEGERS = ["n_q", "n_k", "blocks", "n_sequences", "pairs", "groups"]
+_INTEGERS = ["n_q", "n_k", "blocks", "side", "n_sequences", "pairs", "groups"]
 
 
 @gluon.jit
@@ -330,13 +330,13 @@ def _gradients(
 @gluon.jit(do_not_specialize=_INTEGERS)
 def backward_keys(
     q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, dk_out, dv_out, lam, n_q, n_k, blocks,
-    n_sequences, pairs, groups, qk_scale, scale, BM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, OWNERS: gl.constexpr, GROUP: gl.constexpr, OWN_KEYS: gl.constexpr,
-    PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-    ROLES: gl.constexpr, REGISTERS: gl.constexpr,
+    side, n_sequences, pairs, groups, qk_scale, scale, BM: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, OWNERS: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr,
+    PER_HEAD: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, ROLES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `64 * OWNERS` keys. ROLES: the two groups have roles (and one owner)."""
-    block, z = schedule(gl.program_id(0), blocks, n_sequences * groups, GROUP, False)
+    block, z = schedule(gl.program_id(0), blocks, n_sequences * groups, side, False)
     group = z % groups
     index = z // groups
     per_group = pairs // groups

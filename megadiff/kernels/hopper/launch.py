@@ -59,7 +59,7 @@ class Tiles:
 
 # (d, d_v, own keys). Measurements: docs/kernels.md.
 TILES = {
-    (128, 256, True): Tiles(Keys(1, 64, 2, 3, True, 224), Queries(32, 3, 4)),
+    (128, 256, True): Tiles(Keys(1, 64, 2, 3, True, 216), Queries(32, 2, 4)),
     (64, 128, True): Tiles(Keys(2, 64, 3, 8), Queries(64, 3, 8)),
     (128, 128, False): Tiles(Keys(2, 64, 3, 6), Queries(64, 3, 8, True)),
     (64, 64, False): Tiles(Keys(2, 64, 4, 4), Queries(64, 4, 8)),
@@ -82,7 +82,7 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
         x = x.contiguous()
         strides = x.stride(0), x.stride(1)
     block = [1, rows, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     view = x.as_strided((batch, tokens, heads * width), (*strides, 1))
     return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)
 
@@ -145,11 +145,11 @@ def backward_launches(
             "dk_out": dk,
             "dv_out": dv,
             "blocks": blocks,
+            "side": tile.group,
         }
         switches = {
             "BM": tile.queries,
             "OWNERS": tile.owners,
-            "GROUP": tile.group,
             "STAGES": tile.stages,
             "ROLES": tile.roles,
             "REGISTERS": tile.registers,
@@ -169,10 +169,10 @@ def backward_launches(
             "pitch": lse.shape[1],
             "dq_out": dq,
             "blocks": blocks,
+            "side": tile.group,
         }
         switches = {
             "BN": tile.keys,
-            "GROUP": tile.group,
             "STAGES": tile.stages,
             "LEAN": tile.lean,
         }
@@ -219,6 +219,7 @@ def forward_launch(
         "n_tokens": batch * n_q,
         "pitch": lse.shape[1],
         "blocks": blocks,
+        "side": tile.group,
         "n_sequences": batch,
         "pairs": pairs,
         "groups": groups,
@@ -231,7 +232,6 @@ def forward_launch(
         "D": d,
         "DV": d_v,
         "BN": tile.keys,
-        "GROUP": tile.group,
         "OWN_KEYS": own_keys,
         "PER_TOKEN": call.lam.dim() > 1,
         "PER_HEAD": call.lam.dim() == 1,

@@ -29,7 +29,7 @@ from megadiff.kernels.hopper.common import (
     times_second,
 )
 
-_INTEGERS = ["n_q", "n_k", "blocks", "pitch", "n_sequences", "pairs", "groups"]
+_INTEGERS = ["n_q", "n_k", "blocks", "side", "pitch", "n_sequences", "pairs", "groups"]
 
 
 @gluon.jit
@@ -170,12 +170,12 @@ def _consume(
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def backward_queries(
-    q_desc, g_desc, k_desc, v_desc, lse, delta, dq_out, lam, n_q, n_k, pitch, blocks, n_sequences,
-    pairs, groups, qk_scale, scale, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    GROUP: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr,
+    q_desc, g_desc, k_desc, v_desc, lse, delta, dq_out, lam, n_q, n_k, pitch, blocks, side,
+    n_sequences, pairs, groups, qk_scale, scale, BN: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr,
     CAUSAL: gl.constexpr, STAGES: gl.constexpr, LEAN: gl.constexpr,
 ):  # fmt: skip
-    block, z = schedule(gl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
+    block, z = schedule(gl.program_id(0), blocks, n_sequences * pairs, side, True)
     pair = z % pairs
     index = z // pairs
     group = pair // (pairs // groups)
