@@ -15,6 +15,7 @@ from megadiff.checkpoint.state import Tensors, module_tensors
 from megadiff.config import Config, ConfigError
 from megadiff.data.loader import MicroBatch
 from megadiff.models.build import Model, build_model
+from megadiff.models.norm import choose_rms_norm
 from megadiff.optim.optimizer import Optimizer, StepResult
 from megadiff.optim.shards import StatePiece
 from megadiff.parallel.forward_backward import ForwardBackward
@@ -79,8 +80,10 @@ class NativeEngine:
             tensor_parallel_group=env.mesh.tp.group,
             ties=self.model.tied_parameters(),
         )
-        if self.optimizer.adam_kernel:
-            self.notes.append(self.optimizer.adam_kernel)
+        t, cut = config.training, env.mesh.cp.size
+        cut *= env.mesh.tp.size if env.mesh.sequence_parallel else 1
+        tokens = t.micro_batch_size * t.seq_length // cut
+        self.notes += [self.optimizer.adam_kernel, choose_rms_norm(self.model, tokens, env.dtype)]
         self.runner = ForwardBackward(
             self.model.chunks,
             env.mesh,

@@ -68,7 +68,10 @@ def pretrain(config: Config) -> str:
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
         describe(size, memory, data, env, log)
-        for line in [*describe_groups([engine.model], config.optimizer), *engine.notes]:
+        for line in [
+            *describe_groups([engine.model], config.optimizer),
+            *filter(None, engine.notes),
+        ]:
             log.line(f" {line}")
 
         def save(progress: Progress, second: bool) -> None:

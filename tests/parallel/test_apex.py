@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from megadiff.config import OptimizerConfig
+from megadiff.kernels import rms_norm
+from megadiff.models.decoder import Decoder
+from megadiff.models.norm import Norm, choose_rms_norm
 from megadiff.optim.optimizer import Optimizer
 from megadiff.parallel import apex
+from megadiff.parallel.parameter import initialize
+from tests.optim.test_groups import MODEL
 from tests.optim.test_optimizer import assert_same, train
 from tests.optim.toy import Toy
 
@@ -41,6 +46,19 @@ def fake_apex(monkeypatch) -> None:
             op(2048 * 32, noop, lists, *arguments)
 
     applied.multi_tensor_applier = Applier()  # type: ignore[attr-defined]
+
+    def fused_rms_norm_affine(x, weight, normalized_shape, eps=1e-6, memory_efficient=False):
+        """apex/normalization/fused_layer_norm.py and its CUDA source: one type, float32 inside."""
+        assert x.dtype == weight.dtype and tuple(normalized_shape) == weight.shape
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        return wide.to(x.dtype)
+
+    norms = ModuleType("apex.normalization.fused_layer_norm")
+    norms.fused_rms_norm_affine = fused_rms_norm_affine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex.normalization", ModuleType("apex.normalization"))
+    monkeypatch.setitem(sys.modules, "apex.normalization.fused_layer_norm", norms)
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
     extension = ModuleType("amp_C")
     extension.multi_tensor_adam_capturable = adam_capturable  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
@@ -68,6 +86,33 @@ def test_the_faster_adam_is_chosen(fake_apex, monkeypatch, times, chosen) -> Non
         f"Apex {times[0]:.3f} ms and torch {times[1]:.3f} ms"
     )
     assert (optimizer._apex is not None) == (chosen == "NVIDIA Apex")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("times", "chosen"), [([1, 2], "NVIDIA Apex"), ([2, 1], "megadiff")])
+def test_the_faster_rms_norm_is_chosen_and_equal(
+    fake_apex, monkeypatch, dtype, times, chosen
+) -> None:
+    def measure(functions, device):
+        for function in functions:
+            function()  # both run
+        return times
+
+    monkeypatch.setattr("megadiff.models.norm.milliseconds", measure)
+    model = Decoder(MODEL, dtype=dtype)
+    initialize(model, 1)
+    tokens, positions = torch.arange(8).view(1, 8), torch.arange(7).view(1, 7)
+    losses = []
+    for line in (None, choose_rms_norm(model, 24, dtype)):
+        assert line is None or line == (
+            f"RMSNorm: {chosen}'s kernel; 24 x 16 take Apex {times[0]:.3f} ms and megadiff "
+            f"{times[1]:.3f} ms"
+        )
+        assert all(p.grad is None for p in model.parameters())  # timing leaves none
+        losses.append(model(tokens[:, :-1], positions, tokens[:, 1:]))
+    used = {m.rms_norm is not rms_norm for m in model.modules() if isinstance(m, Norm)}
+    assert used == {chosen == "NVIDIA Apex"}
+    torch.testing.assert_close(losses[1], losses[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 def test_times_are_those_of_the_functions() -> None:
