@@ -32,7 +32,7 @@ class Norm(nn.Module):
         super().__init__()
         self.epsilon, self.mesh = config.norm_epsilon, mesh
         self.layer_norm = config.normalization == "LayerNorm"
-        self.rms_norm = rms_norm  # or Apex's
+        self.rms_norm: Callable[..., Tensor] = rms_norm  # or Apex's
         wide = torch.promote_types(dtype, torch.float32)
         shape = (config.hidden_size,)
         section = replicated(f"{name}.weight", shape, "vector", Init(mean=1.0), mesh.tp)
