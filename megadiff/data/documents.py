@@ -36,18 +36,10 @@ def read_documents(
 
     Plain text gives its text for the only key. Blank lines of JSON lines are passed over.
     """
-    documents: Iterable[Any]
-    read: Callable[[Any, Sequence[str]], list[str]]
-    match block.kind:
-        case "error":
-            yield Problem(block.source, "", "unreadable file", block.data.decode())
-            return
-        case "jsonl":
-            unit, documents, read = "line", block.data.split(b"\n"), _json_texts
-        case "text":
-            unit, documents, read = "document", _plain_texts(block.data, separator), _plain_text
-        case "parquet":
-            unit, documents, read = "row", _rows(block.data, keys), _cells
+    if block.kind == "error":
+        yield Problem(block.source, "", "unreadable file", block.data.decode())
+        return
+    unit, documents, read = _reader(block, keys, separator)
     for number, document in enumerate(documents, block.line + 1):
         try:
             texts = read(document, keys)
@@ -62,6 +54,17 @@ def read_documents(
         else:
             if texts:
                 yield texts
+
+
+def _reader(
+    block: Block, keys: Sequence[str], separator: bytes | None
+) -> tuple[str, Iterable[Any], Callable[[Any, Sequence[str]], list[str]]]:
+    """What a document of the block is called, the documents as they lie in it, what reads one."""
+    if block.kind == "jsonl":
+        return "line", block.data.split(b"\n"), _json_texts
+    if block.kind == "text":
+        return "document", _plain_texts(block.data, separator), _plain_text
+    return "row", _rows(block.data, keys), _cells
 
 
 def _plain_texts(data: bytes, separator: bytes | None) -> list[bytes]:
