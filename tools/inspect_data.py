@@ -3,7 +3,6 @@
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,8 @@ from megadiff.data.blended_dataset import BlendedDataset
 from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.data.integrity import difference, document_lengths, problems, statistics
-from megadiff.data.tokenizers import TYPES, Tokenizer, build_tokenizer
+from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+from tools.common import add_tokenizer_flags, run, tokenizer_settings
 
 
 def parse_arguments(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -26,7 +26,7 @@ def parse_arguments(words: list[str] | None = None) -> tuple[argparse.Namespace,
     show.add_argument("--documents", nargs="+", default=["0-4"], help="numbers, or first-last")
     show.add_argument("--characters", type=int, default=500, help="of each document; 0 for all")
     show.add_argument("--ids", action="store_true", help="token ids as well")
-    _add_tokenizer(show)
+    add_tokenizer_flags(show)
 
     stats = commands.add_parser("stats", help="counts and document lengths")
     stats.add_argument("prefix", nargs="+")
@@ -37,7 +37,7 @@ def parse_arguments(words: list[str] | None = None) -> tuple[argparse.Namespace,
     check.add_argument(
         "--append-eod", action="store_true", help="documents must end with its token"
     )
-    _add_tokenizer(check)
+    add_tokenizer_flags(check)
 
     compare = commands.add_parser("compare", help="whether two datasets hold the same")
     compare.add_argument("prefix", nargs=2)
@@ -54,24 +54,8 @@ def parse_arguments(words: list[str] | None = None) -> tuple[argparse.Namespace,
     return parser.parse_known_args(words)
 
 
-def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer-type", choices=TYPES)
-    parser.add_argument("--tokenizer-model")
-    parser.add_argument("--vocab-file")
-    parser.add_argument("--merge-file")
-    parser.add_argument("--vocab-size", type=int)
-
-
 def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer | None:
-    if arguments.tokenizer_type is None:
-        return None
-    return build_tokenizer(
-        arguments.tokenizer_type,
-        arguments.tokenizer_model,
-        arguments.vocab_file,
-        arguments.merge_file,
-        arguments.vocab_size,
-    )
+    return tokenizer_settings(arguments).build() if arguments.tokenizer_type else None
 
 
 def open_dataset(word: str) -> IndexedDataset:
@@ -117,7 +101,7 @@ def stats(arguments: argparse.Namespace) -> int:
     datasets = [open_dataset(prefix) for prefix in arguments.prefix]
     for dataset in datasets:
         print(dataset.prefix)
-        for name, value in asdict(statistics(dataset)).items():
+        for name, value in statistics(dataset).items():
             print(f"  {name} {value:.1f}" if isinstance(value, float) else f"  {name} {value}")
     if arguments.histogram:
         draw_histogram({d.prefix: document_lengths(d) for d in datasets}, arguments.histogram)
@@ -209,18 +193,16 @@ def step(arguments: argparse.Namespace, run_flags: list[str]) -> int:
 
 def main(words: list[str] | None = None) -> int:
     arguments, rest = parse_arguments(words)
+    if arguments.command == "step":
+        return run("inspect_data", lambda: step(arguments, rest))
     commands = {"show": show, "stats": stats, "check": check, "compare": compare}
-    try:
-        if arguments.command == "step":
-            return step(arguments, rest)
+
+    def work() -> int:
         if rest:
             raise DataError(f"unknown words: {' '.join(rest)}")
         return commands[arguments.command](arguments)
-    except BrokenPipeError:  # into head, for example
-        return 0
-    except (ValueError, OSError) as error:  # DataError and the configuration's errors among them
-        print(f"inspect_data: error: {error}", file=sys.stderr)
-        return 1
+
+    return run("inspect_data", work)
 
 
 if __name__ == "__main__":

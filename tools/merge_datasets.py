@@ -8,8 +8,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.errors import DataError
-from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, refuse_existing
 from megadiff.data.inputs import natural_key
+from tools.common import run
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -43,30 +44,25 @@ def find_prefixes(words: list[str]) -> list[str]:
     return prefixes
 
 
-def merge(inputs: list[str], output_prefix: str, overwrite: bool) -> IndexedDataset:
-    """Write the datasets `inputs` one after another to `output_prefix`."""
-    prefixes = find_prefixes(inputs)
+def merge(arguments: argparse.Namespace) -> int:
+    """Write the datasets of `--input` one after another to `--output-prefix`."""
+    output = arguments.output_prefix
+    prefixes = find_prefixes(arguments.input)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    if any(Path(p + ".idx").resolve() == Path(output_prefix + ".idx").resolve() for p in prefixes):
-        raise DataError(f"--output-prefix {output_prefix} is one of the inputs")
-    if Path(output_prefix + ".idx").exists() and not overwrite:
-        raise DataError(f"{output_prefix}.idx exists; give --overwrite to replace it")
-    with IndexedDatasetBuilder(output_prefix, datasets[0].dtype) as builder:
+    if any(Path(p + ".idx").resolve() == Path(output + ".idx").resolve() for p in prefixes):
+        raise DataError(f"--output-prefix {output} is one of the inputs")
+    refuse_existing([output], arguments.overwrite)
+    with IndexedDatasetBuilder(output, datasets[0].dtype) as builder:
         for number, dataset in enumerate(datasets, 1):
             builder.add_dataset(dataset)
             print(f"{number}/{len(datasets)}: {dataset.prefix}, {len(dataset)} sequences")
-    return IndexedDataset(output_prefix)
+    print(f"wrote {output}: {IndexedDataset(output).document_count} documents")
+    return 0
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
-    try:
-        merged = merge(arguments.input, arguments.output_prefix, arguments.overwrite)
-    except (DataError, OSError) as error:
-        print(f"merge_datasets: error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {arguments.output_prefix}: {merged.document_count} documents")
-    return 0
+    return run("merge_datasets", lambda: merge(arguments))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megadiff.config import Config, load_config
 from megadiff.data.errors import DataError
 from megadiff.parallel.mesh import Axis
-from megadiff.training.data import RunData, build_data, set_vocabulary
+from megadiff.training.data import build_data, set_vocabulary
+from tools.common import run
 
 
 def read_run(run_flags: list[str]) -> Config:
@@ -28,24 +29,20 @@ def read_run(run_flags: list[str]) -> Config:
     return config
 
 
-def prepare(run_flags: list[str]) -> RunData:
+def prepare(run_flags: list[str]) -> int:
     config = read_run(run_flags)
     if config.data.data_cache_path is None:
         raise DataError("give --data-cache-path, where the run will look for the indices")
-    return build_data(config, Axis(), set_vocabulary(config))
-
-
-def main(words: list[str] | None = None) -> int:
-    try:
-        data = prepare(sys.argv[1:] if words is None else words)
-    except ValueError as error:  # DataError and the configuration's errors
-        print(f"prepare_cache: error: {error}", file=sys.stderr)
-        return 1
+    data = build_data(config, Axis(), set_vocabulary(config))
     sets = {"train": data.train, "valid": data.valid, "test": data.test}
     sets |= {name: batches for name, (batches, _) in data.named.items()}
     for name, batches in sets.items():
         print(f"{name}: {'none' if batches is None else f'{len(batches.dataset)} samples'}")
     return 0
+
+
+def main(words: list[str] | None = None) -> int:
+    return run("prepare_cache", lambda: prepare(sys.argv[1:] if words is None else words))
 
 
 if __name__ == "__main__":

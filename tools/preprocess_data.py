@@ -5,15 +5,16 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.errors import DataError
 from megadiff.data.inputs import list_inputs
-from megadiff.data.preprocess import PreprocessSettings, TokenizerSettings, Totals, preprocess
+from megadiff.data.preprocess import PreprocessSettings, Totals, preprocess
 from megadiff.data.progress import clock
-from megadiff.data.tokenizers import TYPES
+from tools.common import add_tokenizer_flags, run, tokenizer_settings
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -36,19 +37,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--on-error", choices=["stop", "skip"], default="stop")
     group.add_argument("--max-errors", type=int, default=1000, help="most that skip passes over")
 
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", choices=TYPES, required=True)
-    group.add_argument(
-        "--tokenizer-model", help="SentencePiece model, tokenizer.json, tiktoken ranks"
-    )
-    group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=int, help="of NullTokenizer")
-    group.add_argument("--tiktoken-pattern", choices=["cl100k", "o200k"], default="cl100k")
+    add_tokenizer_flags(parser, required=True)
+    group = parser.add_argument_group("output and work")
     group.add_argument("--append-eod", action="store_true", help="end documents with its token")
     group.add_argument("--bos", action="store_true", help="begin documents with its token")
-
-    group = parser.add_argument_group("output and work")
     group.add_argument(
         "--output-prefix", required=True, help="writes PREFIX_KEY_document.{bin,idx}"
     )
@@ -86,30 +78,15 @@ def settings_of(arguments: argparse.Namespace) -> PreprocessSettings:
         files = [path for path in list_inputs(arguments.input) if path != "-"]
         size = sum(Path(path).stat().st_size for path in files)
         partition_bytes = max(1, size // arguments.partitions)
-    return PreprocessSettings(
-        inputs=arguments.input,
-        output_prefix=arguments.output_prefix,
-        tokenizer=TokenizerSettings(
-            tokenizer_type=arguments.tokenizer_type,
-            tokenizer_model=arguments.tokenizer_model,
-            vocab_file=arguments.vocab_file,
-            merge_file=arguments.merge_file,
-            vocab_size=arguments.vocab_size,
-            tiktoken_pattern=arguments.tiktoken_pattern,
-        ),
-        keys=keys,
-        input_format=arguments.input_format,
-        separator=unescaped(arguments.document_separator),
-        append_eod=arguments.append_eod,
-        bos=arguments.bos,
-        split_sentences=arguments.split_sentences,
-        workers=arguments.workers,
-        partition_bytes=partition_bytes,
-        on_error=arguments.on_error,
-        max_errors=arguments.max_errors,
-        overwrite=arguments.overwrite,
-        log_interval=arguments.log_interval,
-    )
+    given = vars(arguments) | {
+        "inputs": arguments.input,
+        "tokenizer": tokenizer_settings(arguments),
+        "keys": keys,
+        "separator": unescaped(arguments.document_separator),
+        "partition_bytes": partition_bytes,
+    }
+    names = {field.name for field in fields(PreprocessSettings)}
+    return PreprocessSettings(**{name: given[name] for name in names})
 
 
 def unescaped(separator: str | None) -> str | None:
@@ -139,20 +116,18 @@ def report(totals: Totals, seconds: float, outputs: list[str]) -> str:
     return "\n".join(lines)
 
 
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
+def preprocess_and_report(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
-    try:
-        settings = settings_of(arguments)
-        totals = preprocess(settings)
-    except (DataError, OSError) as error:
-        print(f"preprocess_data: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("preprocess_data: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    settings = settings_of(arguments)
+    totals = preprocess(settings)
     print(report(totals, time.monotonic() - began, settings.outputs()))
     return 0
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    interrupted = "interrupted; the same command goes on from here"
+    return run("preprocess_data", lambda: preprocess_and_report(arguments), interrupted)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megadiff.data.data_path import SPLITS, parse_split, split_range
 from megadiff.data.errors import DataError
-from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, refuse_existing
+from tools.common import run
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -47,36 +48,28 @@ def parts_by_tokens(dataset: IndexedDataset, shards: int) -> dict[str, tuple[int
     return {str(i): (cuts[i], cuts[i + 1]) for i in range(shards)}
 
 
-def split_dataset(
-    dataset: IndexedDataset, parts: dict[str, tuple[int, int]], output_prefix: str, overwrite: bool
-) -> None:
-    """Write each part as `output_prefix_NAME`."""
-    for name in parts:
-        if Path(f"{output_prefix}_{name}.idx").exists() and not overwrite:
-            raise DataError(f"{output_prefix}_{name}.idx exists; give --overwrite to replace it")
+def split(arguments: argparse.Namespace) -> int:
+    """Write each part as `PREFIX_NAME`."""
+    dataset, prefix = IndexedDataset(arguments.input), arguments.output_prefix
+    if arguments.split is not None:
+        parts = parts_by_share(dataset, arguments.split)
+    else:
+        parts = parts_by_tokens(dataset, arguments.shards)
+    refuse_existing([f"{prefix}_{name}" for name in parts], arguments.overwrite)
     for name, (first, last) in parts.items():
-        with IndexedDatasetBuilder(f"{output_prefix}_{name}", dataset.dtype) as builder:
+        with IndexedDatasetBuilder(f"{prefix}_{name}", dataset.dtype) as builder:
             for document in range(first, last):
                 begin, end = dataset.documents[document : document + 2].tolist()
                 for sequence in range(begin, end):
                     builder.add_sequence(dataset[sequence])
                 builder.end_document()
-        print(f"wrote {output_prefix}_{name}: documents {first} to {last}")
+        print(f"wrote {prefix}_{name}: documents {first} to {last}")
+    return 0
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
-    try:
-        dataset = IndexedDataset(arguments.input)
-        if arguments.split is not None:
-            parts = parts_by_share(dataset, arguments.split)
-        else:
-            parts = parts_by_tokens(dataset, arguments.shards)
-        split_dataset(dataset, parts, arguments.output_prefix, arguments.overwrite)
-    except (DataError, OSError) as error:
-        print(f"split_dataset: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run("split_dataset", lambda: split(arguments))
 
 
 if __name__ == "__main__":

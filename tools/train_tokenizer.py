@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megadiff.data.documents import Problem, read_documents
 from megadiff.data.errors import DataError
 from megadiff.data.inputs import Position, list_inputs, read_blocks
+from tools.common import run
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -87,7 +88,7 @@ def _shrink(kept: list[tuple[float, str]], budget: int) -> tuple[int, float]:
     return size, limit
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> int:
     import sentencepiece
 
     if not Path(arguments.output_prefix).parent.is_dir():
@@ -130,6 +131,8 @@ def train(arguments: argparse.Namespace) -> None:
         raise DataError(f"SentencePiece: {error}") from None
     for suffix in (".model", ".vocab"):
         Path(part + suffix).rename(arguments.output_prefix + suffix)
+    print(f"wrote {arguments.output_prefix}.model and .vocab")
+    return 0
 
 
 def _pieces(text: str, length: int = 4096) -> Iterator[str]:
@@ -141,13 +144,7 @@ def _pieces(text: str, length: int = 4096) -> Iterator[str]:
 
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
-    try:
-        train(arguments)
-    except (DataError, OSError) as error:
-        print(f"train_tokenizer: error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {arguments.output_prefix}.model and .vocab")
-    return 0
+    return run("train_tokenizer", lambda: train(arguments))
 
 
 if __name__ == "__main__":

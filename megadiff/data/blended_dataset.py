@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megadiff.data.errors import DataError
-from megadiff.data.gpt_dataset import GPTDataset, Sample
-from megadiff.data.packed_dataset import PackedDataset
+from megadiff.data.gpt_dataset import PiecewiseDataset, Sample
 
 SURPLUS = 0.005  # Megatron asks each dataset for 0.5 % more samples than its share
 _CHUNK = 4096  # steps whose shares are multiplied at once
@@ -75,14 +74,14 @@ def _count_up(dataset_index: np.ndarray, datasets: int) -> np.ndarray:
 class BlendedDataset:
     """Item k is sample k of the blend."""
 
-    def __init__(self, datasets: Sequence[GPTDataset | PackedDataset], order: BlendOrder) -> None:
+    def __init__(self, datasets: Sequence[PiecewiseDataset], order: BlendOrder) -> None:
         self.datasets = list(datasets)
         self.order = order
 
     def __len__(self) -> int:
         return len(self.order.dataset_index)
 
-    def locate(self, index: int) -> tuple[GPTDataset | PackedDataset, int]:
+    def locate(self, index: int) -> tuple[PiecewiseDataset, int]:
         """The dataset and the sample in it that sample `index` of the blend is."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")

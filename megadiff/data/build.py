@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -21,12 +21,17 @@ from megadiff.data.blended_dataset import (
 )
 from megadiff.data.data_path import SPLITS, Blend, parse_blend, parse_split, split_range
 from megadiff.data.errors import DataError
-from megadiff.data.gpt_dataset import GPTDataset, NoSamples, SampleOrder, build_order
+from megadiff.data.gpt_dataset import (
+    GPTDataset,
+    NoSamples,
+    PiecewiseDataset,
+    SampleOrder,
+    build_order,
+)
 from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.data.packed_dataset import PackedDataset, PackedOrder, build_packed_order
 
-Source = GPTDataset | PackedDataset
-Dataset = Source | BlendedDataset
+Dataset = PiecewiseDataset | BlendedDataset
 
 Packing = Literal["concat", "best-fit"]
 """How documents fill samples: one after another (Megatron), or whole (`packed_dataset`)."""
@@ -98,29 +103,6 @@ def build_train_valid_test_datasets(
     )
 
 
-def build_named_datasets(
-    data_paths: Mapping[str, Sequence[str]],
-    samples: int | None,
-    *,
-    seq_length: int,
-    seed: int,
-    cache_path: str | None = None,
-    mmap: bool = True,
-    packing: Packing = "concat",
-) -> dict[str, Dataset]:
-    """Validation sets by name, each with its own list of data paths, used whole.
-
-    `samples` as in `build_train_valid_test_datasets`, for each of the sets.
-    """
-    settings = DataSettings(seq_length, seed, cache_path, mmap, packing)
-    datasets = {}
-    for name, words in data_paths.items():
-        dataset = _build(parse_blend(words), name, (0.0, 1.0), samples, settings)
-        if dataset is not None:
-            datasets[name] = dataset
-    return datasets
-
-
 def _build(
     blend: Blend,
     name: str,
@@ -180,7 +162,7 @@ def build_source(
     fractions: tuple[float, float],
     samples: int | None,
     settings: DataSettings,
-) -> Source:
+) -> PiecewiseDataset:
     """Samples of the sequences `fractions` of `prefix`; `name` (the split) is for messages."""
     dataset = settings.open(prefix)
     sequences = split_range(fractions, len(dataset))
@@ -215,7 +197,10 @@ def build_source(
 
 
 def blend_datasets(
-    datasets: Sequence[Source], weights: Sequence[float], size: int, settings: DataSettings
+    datasets: Sequence[PiecewiseDataset],
+    weights: Sequence[float],
+    size: int,
+    settings: DataSettings,
 ) -> BlendedDataset:
     """`size` samples of `datasets` by normalized `weights`."""
     key = {"kind": "BlendedDataset", "weights": list(weights), "size": size}

@@ -5,6 +5,7 @@ index, its tokens cut into samples that overlap by one token, the samples shuffl
 pure function of (sequence lengths, range of sequences, samples asked for, seq_length, seed).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -157,7 +158,39 @@ class Sample:
     filled: int | None = None
 
 
-class GPTDataset:
+class PiecewiseDataset(ABC):
+    """Samples of `seq_length + 1` tokens that are made of pieces of the sequences of `dataset`."""
+
+    dataset: IndexedDataset
+    seq_length: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _pieces(self, index: int) -> Iterator[Piece]: ...
+
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """Which tokens of which sequences sample `index` is made of, in order."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} ({self.dataset.prefix})")
+        return self._pieces(index)
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens = np.zeros(self.seq_length + 1, dtype=np.int64)
+        starts: list[int] = []
+        filled = 0
+        for piece in self.pieces(index):
+            starts.append(filled)
+            end = filled + piece.length
+            tokens[filled:end] = self.dataset.get(piece.sequence, piece.offset, piece.length)
+            filled = end
+        if filled == len(tokens):
+            return Sample(tokens, np.array(starts, dtype=np.int32))
+        return Sample(tokens, np.array([*starts, filled], dtype=np.int32), filled)
+
+
+class GPTDataset(PiecewiseDataset):
     """Item i is sample i of the order, as a `Sample`."""
 
     def __init__(self, dataset: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
@@ -168,10 +201,7 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.order.shuffle_index)
 
-    def pieces(self, index: int) -> Iterator[Piece]:
-        """Which tokens of which sequences sample `index` is made of, in order."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} ({self.dataset.prefix})")
+    def _pieces(self, index: int) -> Iterator[Piece]:
         row = int(self.order.shuffle_index[index])
         position, offset = (int(x) for x in self.order.sample_index[row])
         left = self.seq_length + 1
@@ -182,14 +212,3 @@ class GPTDataset:
                 yield Piece(sequence, offset, length)
             left -= length
             position, offset = position + 1, 0
-
-    def __getitem__(self, index: int) -> Sample:
-        tokens = np.empty(self.seq_length + 1, dtype=np.int64)
-        starts: list[int] = []
-        filled = 0
-        for piece in self.pieces(index):
-            starts.append(filled)
-            end = filled + piece.length
-            tokens[filled:end] = self.dataset.get(piece.sequence, piece.offset, piece.length)
-            filled = end
-        return Sample(tokens, np.array(starts, dtype=np.int32))

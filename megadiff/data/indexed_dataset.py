@@ -165,6 +165,13 @@ def _reopen(prefix: str, options: dict) -> IndexedDataset:
     return IndexedDataset(prefix, **options)
 
 
+def refuse_existing(prefixes: Sequence[str], overwrite: bool) -> None:
+    """Raises DataError when a dataset would be replaced without `--overwrite`."""
+    for prefix in prefixes:
+        if Path(idx_path(prefix)).exists() and not overwrite:
+            raise DataError(f"{prefix}.idx exists; give --overwrite to replace it")
+
+
 def _missing(prefix: str) -> str:
     for suffix in (".bin", ".idx"):
         if prefix.endswith(suffix) and Path(prefix).is_file():

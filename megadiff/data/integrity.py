@@ -1,7 +1,6 @@
 """What is in an indexed dataset: statistics, damage, the difference between two."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,43 +9,28 @@ from megadiff.data.indexed_dataset import IndexedDataset, bin_path
 _CHUNK = 1 << 22  # sequences or tokens looked at in one step
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Counts of a dataset; lengths are of documents, in tokens."""
-
-    documents: int
-    empty_documents: int
-    sequences: int
-    tokens: int
-    dtype: str
-    shortest: int
-    median: float
-    mean: float
-    percentile_99: float
-    longest: int
-
-
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """Tokens of each document, int64 `[documents]`."""
     before = np.concatenate(([0], np.cumsum(dataset.lengths, dtype=np.int64)))
     return np.diff(before[dataset.documents])
 
 
-def statistics(dataset: IndexedDataset) -> Statistics:
+def statistics(dataset: IndexedDataset) -> dict[str, int | float | str]:
+    """Counts of a dataset by name; lengths are of documents, in tokens."""
     lengths = document_lengths(dataset)
     filled = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
-    return Statistics(
-        documents=len(lengths),
-        empty_documents=int((lengths == 0).sum()),
-        sequences=len(dataset),
-        tokens=int(lengths.sum()),
-        dtype=dataset.dtype.name,
-        shortest=int(filled.min()),
-        median=float(np.median(filled)),
-        mean=float(filled.mean()),
-        percentile_99=float(np.percentile(filled, 99)),
-        longest=int(filled.max()),
-    )
+    return {
+        "documents": len(lengths),
+        "empty_documents": int((lengths == 0).sum()),
+        "sequences": len(dataset),
+        "tokens": int(lengths.sum()),
+        "dtype": dataset.dtype.name,
+        "shortest": int(filled.min()),
+        "median": float(np.median(filled)),
+        "mean": float(filled.mean()),
+        "percentile_99": float(np.percentile(filled, 99)),
+        "longest": int(filled.max()),
+    }
 
 
 def problems(

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megadiff.data.gpt_dataset import NoSamples, Piece, Sample
+from megadiff.data.gpt_dataset import NoSamples, Piece, PiecewiseDataset
 from megadiff.data.indexed_dataset import IndexedDataset
 
 
@@ -124,37 +124,18 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return result
 
 
-class PackedDataset:
-    """Item i is sample i of the order: whole pieces, then padding with token `pad`."""
+class PackedDataset(PiecewiseDataset):
+    """Item i is sample i of the order: whole pieces, then padding with token 0."""
 
-    def __init__(
-        self, dataset: IndexedDataset, order: PackedOrder, seq_length: int, pad: int = 0
-    ) -> None:
+    def __init__(self, dataset: IndexedDataset, order: PackedOrder, seq_length: int) -> None:
         self.dataset = dataset
         self.order = order
         self.seq_length = seq_length
-        self.pad = pad
 
     def __len__(self) -> int:
         return len(self.order.first) - 1
 
-    def pieces(self, index: int) -> Iterator[Piece]:
-        """Which tokens of which sequences sample `index` is made of, in order."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} ({self.dataset.prefix})")
+    def _pieces(self, index: int) -> Iterator[Piece]:
         order = self.order
         for i in range(int(order.first[index]), int(order.first[index + 1])):
             yield Piece(int(order.sequence[i]), int(order.offset[i]), int(order.length[i]))
-
-    def __getitem__(self, index: int) -> Sample:
-        tokens = np.full(self.seq_length + 1, self.pad, dtype=np.int64)
-        starts: list[int] = []
-        filled = 0
-        for piece in self.pieces(index):
-            starts.append(filled)
-            end = filled + piece.length
-            tokens[filled:end] = self.dataset.get(piece.sequence, piece.offset, piece.length)
-            filled = end
-        if filled < len(tokens):
-            starts.append(filled)
-        return Sample(tokens, np.array(starts, dtype=np.int32), filled)

@@ -6,10 +6,9 @@ workers. After every partition, and when it has to stop, the writer makes its pa
 notes in a journal where reading goes on.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,39 +17,14 @@ import numpy as np
 
 from megadiff.data.documents import Problem, read_documents
 from megadiff.data.errors import DataError
-from megadiff.data.indexed_dataset import best_dtype
+from megadiff.data.indexed_dataset import best_dtype, refuse_existing
 from megadiff.data.inputs import Block, Position, list_inputs, read_blocks
 from megadiff.data.long_text import encode_all
 from megadiff.data.parallel_map import ordered_map
 from megadiff.data.preprocess_output import Encoded, Journal, Parts, State, Totals, exclusive
 from megadiff.data.progress import Progress
 from megadiff.data.sentences import split_sentences
-from megadiff.data.tokenizers import Tokenizer, build_tokenizer
-
-
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """Arguments of `build_tokenizer`."""
-
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
-    tiktoken_pattern: str = "cl100k"
-
-    def build(self) -> Tokenizer:
-        return build_tokenizer(**asdict(self))
-
-    def fingerprint(self) -> dict[str, object]:
-        """The settings with the files' content in place of their paths."""
-        values = asdict(self)
-        for name in ("tokenizer_model", "vocab_file", "merge_file"):
-            if values[name] is not None:
-                path = Path(values[name])
-                file = path / "tokenizer.json" if path.is_dir() else path
-                values[name] = hashlib.sha256(file.read_bytes()).hexdigest()
-        return values
+from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 
 
 @dataclass(frozen=True)
@@ -184,9 +158,7 @@ def preprocess(settings: PreprocessSettings) -> Totals:
             parts.remove()
             journal.remove()
         else:
-            for prefix in settings.outputs():
-                if Path(prefix + ".idx").exists():
-                    raise DataError(f"{prefix}.idx exists; give --overwrite to replace it")
+            refuse_existing(settings.outputs(), settings.overwrite)
         state = journal.read() or State(Position(), [0] * len(parts.paths), Totals())
         if state.totals.documents:
             print(f"going on after {state.totals.documents} documents of an interrupted run")

@@ -4,9 +4,11 @@ Text is text: strings such as `<|endoftext|>` inside a document are encoded as o
 never as the token of that name. Libraries are imported where they are used.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -323,6 +325,31 @@ def build_tokenizer(
                 raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
             return NullTokenizer(vocab_size)
     raise DataError(f"--tokenizer-type {tokenizer_type}: one of {', '.join(TYPES)}")
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Arguments of `build_tokenizer`."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    tiktoken_pattern: str = "cl100k"
+
+    def build(self) -> Tokenizer:
+        return build_tokenizer(**asdict(self))
+
+    def fingerprint(self) -> dict[str, object]:
+        """The settings with the files' content in place of their paths."""
+        values = asdict(self)
+        for name in ("tokenizer_model", "vocab_file", "merge_file"):
+            if values[name] is not None:
+                path = Path(values[name])
+                file = path / "tokenizer.json" if path.is_dir() else path
+                values[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        return values
 
 
 def _need(library: str):

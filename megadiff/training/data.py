@@ -11,7 +11,6 @@ from megadiff.config import Config, ConfigError, DataConfig
 from megadiff.data.blended_dataset import BlendedDataset
 from megadiff.data.build import (
     Dataset,
-    build_named_datasets,
     build_train_valid_test_datasets,
     note,
 )
@@ -194,12 +193,8 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         "valid_data_path": d.valid_data_path or None,
         "test_data_path": d.test_data_path or None,
     }
-    if d.data_path:
-        train, valid, test = build_train_valid_test_datasets(
-            data_path=d.data_path, split=d.split, **per_split, **common
-        )
-    else:
-        train, valid, test = build_train_valid_test_datasets(**per_split, **common)
+    shares = {"data_path": d.data_path, "split": d.split} if d.data_path else {}
+    train, valid, test = build_train_valid_test_datasets(**shares, **per_split, **common)
     if train is None:
         raise ConfigError(f"--split {d.split} leaves nothing to train on")
     if len(train) < t.total_samples:
@@ -209,10 +204,10 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         )
 
     named = {}
-    common.pop("samples")
     for name, words in _named_sets(d.valid_data_sets).items():
-        sets = build_named_datasets({name: words}, evaluated(words), **common)
-        for dataset in sets.values():
+        common["samples"] = (0, evaluated(words), 0)
+        dataset = build_train_valid_test_datasets(valid_data_path=words, **common)[1]
+        if dataset is not None:
             one = Batches(dataset, name, config, dp, eod, pin_memory)
             named[name] = (one, min(wanted, len(dataset)))
 

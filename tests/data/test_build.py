@@ -9,7 +9,6 @@ import pytest
 from megadiff.data.blended_dataset import BlendedDataset
 from megadiff.data.build import (
     Dataset,
-    build_named_datasets,
     build_train_valid_test_datasets,
 )
 from megadiff.data.data_path import (
@@ -20,7 +19,6 @@ from megadiff.data.data_path import (
     read_per_split_data_args,
 )
 from megadiff.data.errors import DataError
-from megadiff.data.gpt_dataset import GPTDataset
 from megadiff.data.indexed_dataset import IndexedDatasetBuilder
 
 SEQ = 10
@@ -124,12 +122,6 @@ def test_samples_are_a_function_of_seed_and_data_alone(three: list[str]) -> None
         return [train[i].tokens.tolist() for i in range(len(train))]
 
     assert tokens(1) == tokens(1) != tokens(2)
-
-
-def test_named_sets(three: list[str]) -> None:
-    sets = build_named_datasets({"a": [three[0]], "both": three[:2]}, None, seq_length=SEQ, seed=1)
-    assert list(sets) == ["a", "both"]
-    assert isinstance(sets["a"], GPTDataset) and isinstance(sets["both"], BlendedDataset)
 
 
 @pytest.mark.parametrize(

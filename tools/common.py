@@ -1,0 +1,40 @@
+"""What the command lines of the data tools share."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+
+from megadiff.data.tokenizers import TYPES, TokenizerSettings
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", choices=TYPES, required=required)
+    group.add_argument(
+        "--tokenizer-model", help="SentencePiece model, tokenizer.json, tiktoken ranks"
+    )
+    group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=int, help="of NullTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=["cl100k", "o200k"], default="cl100k")
+
+
+def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
+    """What the flags of `add_tokenizer_flags` say."""
+    names = [field.name for field in fields(TokenizerSettings)]
+    return TokenizerSettings(**{name: getattr(arguments, name) for name in names})
+
+
+def run(tool: str, work: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """The exit status of `work`; what a user can mend is said in one line."""
+    try:
+        return work()
+    except BrokenPipeError:  # into head, for example
+        return 0
+    except (ValueError, OSError) as error:  # DataError and ConfigError are ValueErrors
+        print(f"{tool}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{tool}: {interrupted}", file=sys.stderr)
+        return 130
