@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def build_mesh(
     # DeviceMesh wants a group for axes of size 1 too. This rank makes it alone, which NCCL could
     # not: it splits groups off the one of all ranks.
     backend = "gloo" if dist.get_backend() == "nccl" else None
-    alone = dist.new_group([rank], timeout, backend, use_local_synchronization=True)
+    alone: Any = dist.new_group([rank], timeout, backend, use_local_synchronization=True)
     return ParallelMesh(
         tp=tp,
         cp=cp,
