@@ -49,7 +49,7 @@ class Row:
     flags: str
     baseline: str | None = None
     bar: float = 0.0  # share of the baseline's rate per GPU
-    steps: tuple[int, int] = (2, 6)  # before the clock starts, and measured
+    steps: tuple[int, int] = (4, 6)  # before the clock starts, and measured
     environment: str = ""
     config: str = "configs/1.4B/diff_v2.yaml"
     profiled: bool = False

@@ -3,12 +3,12 @@
 failing_run.py raise   rank 1 raises while rank 0 waits for it in a collective
 failing_run.py block   rank 1 raises while rank 0 waits for something that never ends
 failing_run.py hang    rank 1 stops answering
+
+A second argument, cuda, runs it on two GPUs.
 """
 
 import sys
 import time
-
-import torch
 
 from megadiff.training.engine import NativeEngine
 from megadiff.training.errors import run
@@ -18,12 +18,13 @@ from tests.parallel.parity import Cell, config_of, micro_batches_of
 
 
 def main(argv: list[str]) -> None:
-    (how,) = argv
+    how, device = argv[0], (argv[1:] or ["cpu"])[0]
     cell = Cell(pipeline="2")
     config = config_of(cell)
+    config.training.device = device
     if how == "hang":
         # NCCL connects at the first message, which takes seconds
-        config.parallel.distributed_timeout_minutes = 0.25 if torch.cuda.is_available() else 0.05
+        config.parallel.distributed_timeout_minutes = 0.25 if device == "cuda" else 0.05
     env = start(config)
     engine = NativeEngine(config, env)
     with StopRequests.install(config.training):  # torchrun's signal alone does not end a rank
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
             if step == 2 and env.mesh.rank == 1:
                 print(f"failing at {time.time():.2f}", flush=True)
                 if how == "hang":
-                    time.sleep(30 if torch.cuda.is_available() else 15)
+                    time.sleep(60 if device == "cuda" else 15)
                 raise RuntimeError("injected on rank 1")
             while step == 2 and how == "block":
                 time.sleep(1)
