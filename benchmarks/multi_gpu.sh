@@ -2,7 +2,7 @@
 # What only several GPUs of one host show: splits of all dimensions learn alike, large presets are
 # fast, data parallelism scales. Each section ends within ten minutes on eight H200s:
 #
-#   benchmarks/multi_gpu.sh splits v1_splits speed_2.8B speed_6.8B scaling
+#   benchmarks/multi_gpu.sh splits v1_splits speed_2.8B speed_6.8B scaling failures
 #
 # GPUS=4 takes other numbers of GPUs (2, 4 or 8). DEVICE=cpu runs small models on as many gloo
 # processes, to try the script. Results go to $OUT (runs/multi_gpu).
@@ -129,6 +129,19 @@ scaling() {
   rm -rf "$OUT/saved"
 }
 
+# Two ranks, of which one raises or hangs: who says what, and how soon all have ended.
+failures() {
+  local how begin
+  for how in raise block hang; do
+    begin=$SECONDS
+    "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 \
+      tests/parallel/failing_run.py $how "$DEVICE" > "$OUT/failing_$how.out" 2>&1 || true
+    echo "$how: ended $(date +%s.%N), after $((SECONDS - begin)) s"
+    grep -E "failing at|injected|ends because|Timed out|Watchdog caught" "$OUT/failing_$how.out" |
+      cut -c1-200 | head -5
+  done
+}
+
 [ $# -gt 0 ] || { sed -n '2,9p' "$0"; exit 2; }
 for section in "$@"; do
   echo "== $section: $GPUS x $DEVICE, $(date -u +%F)"
@@ -137,6 +150,7 @@ for section in "$@"; do
     v1_splits) splits diff_v1 ;;
     speed_*) speed "${section#speed_}" ;;
     scaling) scaling ;;
+    failures) failures ;;
     *) echo "unknown section $section" >&2; exit 2 ;;
   esac
 done
