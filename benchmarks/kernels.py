@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from megadiff.kernels import cross_entropy, rms_norm, rotary, rotary_cos_sin, swiglu
+from megadiff.kernels import cross_entropy, rms_norm, rotary_cos_sin, split_rotary, swiglu
 
 TOKENS, HIDDEN, FFN, VOCABULARY = 16384, 3072, 8192, 50304
 
@@ -42,13 +42,14 @@ def main() -> None:
     report("rms_norm", rms_norm, (x, w), 5 * x.numel() * element)
     gate_up = random(TOKENS, 2 * FFN)
     report("swiglu", swiglu, (gate_up,), 4 * gate_up.numel() * element)
-    q, k = random(4, TOKENS // 4, 24, 128), random(4, TOKENS // 4, 24, 128)
+    y = random(4, TOKENS // 4, 3 * 24 * 128)
+    widths = [24 * 128] * 3
     cos, sin = rotary_cos_sin(torch.arange(TOKENS // 4, device="cuda"), 128)
 
-    def both_rotated(q: Tensor, k: Tensor) -> Tensor:
-        return torch.stack(rotary(q, k, cos, sin, True))
+    def rotated(y: Tensor) -> Tensor:
+        return torch.cat(split_rotary(y.clone(), widths, cos, sin, True), -1)
 
-    report("rotary (stack)", both_rotated, (q, k), 6 * (q.numel() + k.numel()) * element)
+    report("rotary (copy and cat)", rotated, (y,), 8 * y.numel() * element)
     logits = random(TOKENS, VOCABULARY)
     labels = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
     report("cross_entropy", lambda x: cross_entropy(x, labels), (logits,), 3 * logits.numel() * 2)

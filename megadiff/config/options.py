@@ -175,8 +175,13 @@ class ParallelConfig:
     context_parallel_size: int = _option(1, "ranks that share every sequence")
     recompute_granularity: Literal["full", "selective"] | None = _option(
         None,
-        "compute again in backward instead of keeping: whole layers, or attention alone",
+        "compute again in backward instead of keeping: whole layers, or --recompute-modules",
         aliases={"--recompute-activations": "selective"},
+    )
+    recompute_modules: list[str] = _option(
+        ["core_attn"],
+        "what selective recomputation computes again: core_attn, the attention operator; "
+        "layernorm, the blocks' norms; mlp_act, the activation of the MLP",
     )
     recompute_method: Literal["uniform", "block"] | None = _option(
         None,
@@ -323,7 +328,9 @@ class OptimizerConfig:
     adam_beta2: float = _option(0.95, "decay of the second moment")
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
     adam_kernel: Literal["auto", "torch", "apex"] = _option(
-        "auto", "fused AdamW of torch or of NVIDIA Apex; auto times both where Apex is installed"
+        "auto",
+        "fused AdamW of torch or of NVIDIA Apex; auto is our own for 16-bit parameters on GPUs, "
+        "and times both for others where Apex is installed",
     )
     sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
     muon_momentum: float = _option(0.95, "decay of Muon's Nesterov momentum")

@@ -200,6 +200,11 @@ def _validate_split(config: Config, world_size: int) -> None:
         p.recompute_granularity == "full" or p.recompute_method is None,
         f"--recompute-method {p.recompute_method} needs --recompute-granularity full",
     )
+    strange = set(p.recompute_modules) - {"core_attn", "layernorm", "mlp_act"}
+    _require(
+        not strange,
+        f"--recompute-modules may hold core_attn, layernorm and mlp_act, not {' '.join(strange)}",
+    )
     _require(
         p.recompute_granularity == "full" or p.recompute_num_layers == 1,
         f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full",

@@ -9,11 +9,12 @@ from megadiff.kernels.loss import (
     cross_entropy_grad,
     cross_entropy_partials,
 )
-from megadiff.kernels.norm import layer_norm, rms_norm
-from megadiff.kernels.rotary import rotary, rotary_cos_sin
+from megadiff.kernels.norm import add_rms_norm, layer_norm, rms_norm
+from megadiff.kernels.rotary import rotary, rotary_cos_sin, split_rotary
 from megadiff.kernels.short_convolution import short_convolution
 
 __all__ = [
+    "add_rms_norm",
     "attention",
     "cross_entropy",
     "cross_entropy_grad",
@@ -27,5 +28,6 @@ __all__ = [
     "rotary",
     "rotary_cos_sin",
     "short_convolution",
+    "split_rotary",
     "swiglu",
 ]

@@ -80,10 +80,23 @@ def rotary(
             raise ValueError(
                 f"the rotary width {2 * cos.shape[-1]} exceeds {name}'s head width {x.shape[-1]}"
             )
-    width = q.shape[-1]
-    whole = width == k.shape[-1] == 2 * cos.shape[-1] and width & (width - 1) == 0
-    if whole and q.shape[:-2] == k.shape[:-2] and on_triton(q) and cos.dtype == torch.float32:
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+
+
+def split_rotary(
+    y: Tensor, widths: list[int], cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, ...]:
+    """The columns of a fused projection as `[..., width]` each; the first two, q and k, rotated.
+
+    y `[batch, seq, columns]`, of which the last may be padding; q and k are whole heads of width
+    `2 * cos.shape[-1]`, cos and sin as in `rotary`. May write over y, which must not be used again,
+    and returns views of it then; the backward forms y's gradient in one pass.
+    """
+    if on_triton(y) and y.is_contiguous() and cos.dtype == torch.float32:
         from megadiff.kernels import small_triton
 
-        return small_triton.rotary(q, k, cos, sin, interleaved)
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+        return small_triton.split_rotary(y, widths, cos, sin, interleaved)
+    q, k, *rest = y.split([*widths, y.shape[-1] - sum(widths)], -1)[: len(widths)]
+    q, k = (x.unflatten(-1, (-1, 2 * cos.shape[-1])) for x in (q, k))
+    q, k = rotary(q, k, cos, sin, interleaved)
+    return q.flatten(-2), k.flatten(-2), *rest

@@ -87,35 +87,38 @@ swiglu.register_autograd(
 
 @triton.jit
 def _rotate(
-    x, out, pitch, heads, first, token, cos, sin, sign, D: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    x, out, pitch, out_pitch, heads, first, token, cos, sin, sign, D: tl.constexpr,
+    PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = D // 2
     head = first + tl.arange(0, HEADS)
-    inside = (head < heads)[:, None]
-    pairs = tl.arange(0, half)
-    c = tl.load(cos + pairs).to(tl.float32)[None, :]
-    s = tl.load(sin + pairs).to(tl.float32)[None, :] * sign
+    pairs = tl.arange(0, PAIRS)
+    real = pairs < half
+    c = tl.load(cos + pairs, mask=real, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + pairs, mask=real, other=0.0).to(tl.float32)[None, :] * sign
     source = x + token * pitch + head[:, None] * D
-    target = out + (token * heads + head)[:, None] * D
+    target = out + token * out_pitch + head[:, None] * D
+    dtype = out.dtype.element_ty
     if INTERLEAVED:
-        columns = tl.arange(0, D)[None, :]
+        columns = tl.arange(0, 2 * PAIRS)[None, :]
+        inside = (head < heads)[:, None] & (columns < D)
         whole = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(whole, [HEADS, half, 2]))
-        turned = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [HEADS, D])
-        tl.store(target + columns, turned.to(out.dtype.element_ty), mask=inside)
+        a, b = tl.split(tl.reshape(whole, [HEADS, PAIRS, 2]))
+        turned = tl.reshape(tl.join(a * c - b * s, a * s + b * c), [HEADS, 2 * PAIRS])
+        tl.store(target + columns, turned.to(dtype), mask=inside)
     else:
         columns = pairs[None, :]
+        inside = (head < heads)[:, None] & real[None, :]
         a = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(source + half + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + columns, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
-        tl.store(target + half + columns, (a * s + b * c).to(out.dtype.element_ty), mask=inside)
+        tl.store(target + columns, (a * c - b * s).to(dtype), mask=inside)
+        tl.store(target + half + columns, (a * s + b * c).to(dtype), mask=inside)
 
 
 @triton.jit
 def _rotary(
-    q, k, q_out, k_out, cos, sin, positions, q_pitch, k_pitch, q_heads, k_heads, sign,
-    D: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    q, k, q_out, k_out, cos, sin, positions, q_pitch, k_pitch, out_pitch, q_heads, k_heads, sign,
+    D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One token and a few heads of q or of k; row `token % positions` of cos and sin."""
     token = tl.program_id(0).to(tl.int64)
@@ -125,67 +128,90 @@ def _rotary(
     sin += token % positions * (D // 2)
     if block < q_blocks:
         _rotate(
-            q, q_out, q_pitch, q_heads, block * HEADS, token, cos, sin, sign, D, HEADS, INTERLEAVED
-        )
+            q, q_out, q_pitch, out_pitch, q_heads, block * HEADS, token, cos, sin, sign, D, PAIRS,
+            HEADS, INTERLEAVED,
+        )  # fmt: skip
     else:
         block -= q_blocks
         _rotate(
-            k, k_out, k_pitch, k_heads, block * HEADS, token, cos, sin, sign, D, HEADS, INTERLEAVED
-        )
+            k, k_out, k_pitch, out_pitch, k_heads, block * HEADS, token, cos, sin, sign, D, PAIRS,
+            HEADS, INTERLEAVED,
+        )  # fmt: skip
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """x as `[tokens, heads, d]` whose heads are contiguous; a view where its strides allow it."""
-    regular = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-    regular = regular and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
-    return (x if regular else x.contiguous()).flatten(0, -3)
-
-
-@torch.library.custom_op("megadiff::rotary", mutates_args=())
-def turn(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
-) -> tuple[Tensor, Tensor]:
-    """q and k turned by `sign` times the angle; a turn back is the gradient of a turn."""
-    q_rows, k_rows = _by_token(q), _by_token(k)
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    (tokens, q_heads, d), k_heads = q_rows.shape, k_rows.shape[1]
+def _turn(
+    q: Tensor, k: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
+) -> None:
+    """Rotate the rows of q and k, `[tokens, heads * d]`, into the first columns of `out`."""
+    d = 2 * cos.shape[-1]
+    q_heads, k_heads = q.shape[1] // d, k.shape[1] // d
     block = min(8, triton.next_power_of_2(max(q_heads, k_heads)))
-    grid = (tokens, triton.cdiv(q_heads, block) + triton.cdiv(k_heads, block))
-    positions = cos.numel() // cos.shape[-1]
+    grid = (q.shape[0], triton.cdiv(q_heads, block) + triton.cdiv(k_heads, block))
     _rotary[grid](
-        q_rows, k_rows, q_out, k_out, cos.contiguous(), sin.contiguous(), positions,
-        q_rows.stride(0), k_rows.stride(0), q_heads, k_heads, sign,
-        D=d, HEADS=block, INTERLEAVED=interleaved, num_warps=2,
+        q, k, out, out[:, q.shape[1] :], cos, sin, cos.numel() // (d // 2), q.stride(0),
+        k.stride(0), out.stride(0), q_heads, k_heads, sign, D=d,
+        PAIRS=triton.next_power_of_2(d // 2), HEADS=block, INTERLEAVED=interleaved, num_warps=2,
     )  # fmt: skip
-    return q_out, k_out
 
 
-@turn.register_fake
+@torch.library.custom_op("megadiff::rotary_", mutates_args=("y",))
+def turn_(
+    y: Tensor, q_width: int, k_width: int, cos: Tensor, sin: Tensor, interleaved: bool
+) -> None:
+    """Turn the first columns of y `[..., columns]`, q and then k, in place."""
+    rows = y.view(-1, y.shape[-1])
+    q, k = rows[:, :q_width], rows[:, q_width : q_width + k_width]
+    _turn(q, k, rows, cos, sin, interleaved, 1.0)
+
+
+@turn_.register_fake
 def _(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    y: Tensor, q_width: int, k_width: int, cos: Tensor, sin: Tensor, interleaved: bool
+) -> None: ...
 
 
-def _turn_back(ctx, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk = turn(dq, dk, *ctx.saved_tensors, ctx.interleaved, -ctx.sign)
-    return dq, dk, None, None, None, None
+@torch.library.custom_op("megadiff::rotary_backward", mutates_args=())
+def turn_back(
+    parts: list[Tensor], padding: int, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """The columns of `parts`, of which the first two are turned back, and of padding, zeros."""
+    dq, dk, *rest = parts
+    widths = [x.shape[-1] for x in parts]
+    dy = dq.new_empty(*dq.shape[:-1], sum(widths) + padding)
+    dq, dk = (x.contiguous().flatten(0, -2) for x in (dq, dk))
+    _turn(dq, dk, dy.flatten(0, -2), cos, sin, interleaved, -1.0)
+    *places, zeros = dy.split([*widths, padding], -1)[2:]
+    for place, part in zip(places, rest, strict=True):
+        place.copy_(part)
+    zeros.zero_()
+    return dy
 
 
-def _keep_angles(ctx, inputs, output) -> None:
-    _, _, cos, sin, ctx.interleaved, ctx.sign = inputs
-    ctx.save_for_backward(cos, sin)
+@turn_back.register_fake
+def _(parts: list[Tensor], padding: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return parts[0].new_empty(*parts[0].shape[:-1], sum(x.shape[-1] for x in parts) + padding)
 
 
-turn.register_autograd(_turn_back, setup_context=_keep_angles)
+class _SplitRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, widths: list[int], cos: Tensor, sin: Tensor, interleaved: bool):
+        y, cos, sin = y.detach(), cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        ctx.padding, ctx.interleaved = y.shape[-1] - sum(widths), interleaved
+        turn_(y, *widths[:2], cos, sin, interleaved)
+        return y.split([*widths, ctx.padding], -1)[: len(widths)]
+
+    @staticmethod
+    def backward(ctx, *parts: Tensor):  # type: ignore[override]
+        dy = turn_back(list(parts), ctx.padding, *ctx.saved_tensors, ctx.interleaved)
+        return dy, None, None, None, None
 
 
-def rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """As `megadiff.kernels.rotary`, for whole heads of a power-of-two width; cos and sin are
-    constants."""
-    return turn(q, k, cos, sin, interleaved, 1.0)
+def split_rotary(
+    y: Tensor, widths: list[int], cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, ...]:
+    """As `megadiff.kernels.split_rotary`, in place; cos and sin are constants."""
+    return _SplitRotary.apply(y, widths, cos, sin, interleaved)  # type: ignore[return-value]
 
 
 @triton.jit

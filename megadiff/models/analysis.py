@@ -42,8 +42,7 @@ class Maps:
 
 def attention_maps(mixer: Attention, x: Tensor, geometry: Geometry) -> Maps:
     """The maps of a mixer (standard, DIFF V1 or V2) for its input `x` `[1, n, hidden]`."""
-    projections = mixer.qkv.split(mixer.qkv(x))
-    q, k, v = mixer.heads(*projections[:3], geometry=geometry)
+    q, k, v, *logits = mixer.heads(x, geometry)
     q, k = (t[0].to(wide(t.dtype)) for t in (q, k))  # [n, heads, width]
     branches = 2 if isinstance(mixer, (DiffAttentionV1, DiffAttentionV2)) else 1
     groups, own_keys = v.shape[2], k.shape[1] != v.shape[2]
@@ -59,7 +58,7 @@ def attention_maps(mixer: Attention, x: Tensor, geometry: Geometry) -> Maps:
     if branches == 1:
         return Maps(scores, maps)
     if isinstance(mixer, DiffAttentionV2):
-        lam = torch.sigmoid(projections[3][0].to(q.dtype)).T
+        lam = torch.sigmoid(logits[0][0].to(q.dtype)).T
     else:
         assert isinstance(mixer, DiffAttentionV1)
         lam = mixer.lambda_and_norm()[0].to(q.dtype)

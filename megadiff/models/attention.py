@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
-from megadiff.kernels import attention, diff_attention, rotary
+from megadiff.kernels import attention, diff_attention, split_rotary
 from megadiff.models.geometry import Geometry, KeyValueCache
 from megadiff.models.mixer import Mixer
 from megadiff.parallel.collectives import sum_gradients
@@ -76,15 +76,20 @@ class _Attention(Mixer):
     def new_cache(self, max_length: int) -> KeyValueCache:
         return KeyValueCache(max_length)
 
-    def heads(self, *projections: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as `[b, s, heads, width]`, with rotary positions on q and k."""
-        q, k, v = projections
+    def heads(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+        """q, k and v of x as `[b, s, heads, width]`, with rotary positions on q and k.
+
+        After them what else the fused projection holds.
+        """
+        y = self.qkv(x)
+        if self.rotary:
+            tables = geometry.rotary[self.width]
+            q, k, v, *rest = split_rotary(y, self.qkv.widths, *tables, self.interleaved)
+        else:
+            q, k, v, *rest = self.qkv.split(y)
         q = q.unflatten(-1, (-1, self.width))
         k = k.unflatten(-1, (-1, self.width))
-        v = v.unflatten(-1, (-1, self.value_width))
-        if self.rotary:
-            q, k = rotary(q, k, *geometry.rotary[self.width], self.interleaved)
-        return q, k, v
+        return q, k, v.unflatten(-1, (-1, self.value_width)), *rest
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """See `_attend`."""
@@ -139,7 +144,7 @@ class StandardAttention(_Attention):
         )
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
-        q, k, v = self.heads(*self.qkv.split(self.qkv(x)), geometry=geometry)
+        q, k, v = self.heads(x, geometry)
         return self.out(self.attend(attention, q, k, v, geometry=geometry, cache=cache))
 
 
@@ -226,7 +231,7 @@ class DiffAttentionV1(_Attention):
         return lam, norm_weight
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
-        q, k, v = self.heads(*self.qkv.split(self.qkv(x)), geometry=geometry)
+        q, k, v = self.heads(x, geometry)
         lam, norm_weight = self.lambda_and_norm()
         self.mean_lambda = lam.detach().mean()
         y = self.attend(
@@ -268,8 +273,7 @@ class DiffAttentionV2(_Attention):
         )
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
-        *projections, logits = self.qkv.split(self.qkv(x))
-        q, k, v = self.heads(*projections, geometry=geometry)
+        q, k, v, logits = self.heads(x, geometry)
         wide = torch.promote_types(logits.dtype, torch.float32)
         lam = torch.sigmoid(logits.to(wide))
         self.mean_lambda = lam.detach().mean()

@@ -36,5 +36,6 @@ class Block(nn.Module):
         self.mlp = MLP(config, mesh, f"{name}.mlp", **factory)
 
     def forward(self, x: Tensor, geometry: Geometry, cache: Any = None) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), geometry, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        x, y = self.mixer_norm(x)
+        x, y = self.mlp_norm(x, self.mixer(y, geometry, cache))
+        return x + self.mlp(y)

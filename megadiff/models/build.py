@@ -58,6 +58,7 @@ def build_model(
         config.parallel.recompute_granularity,
         config.parallel.recompute_method,
         config.parallel.recompute_num_layers,
+        tuple(config.parallel.recompute_modules),
     )
     chunks = []
     for number in range(mesh.pp.rank, len(layers), mesh.pp.size):

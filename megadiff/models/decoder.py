@@ -86,7 +86,10 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(blocks)
         self.recompute = recompute or Recompute()
         for block in self.blocks:
-            block.mixer.recompute = self.recompute.granularity == "selective"
+            block.mixer.recompute = self.recompute.chooses("core_attn")
+            block.mixer_norm.recompute = self.recompute.chooses("layernorm")
+            block.mlp_norm.recompute = self.recompute.chooses("layernorm")
+            block.mlp.recompute = self.recompute.chooses("mlp_act")
         if stage.last:
             self.final_norm = Norm(config, mesh, "final_norm", **factory)
             if not tied:
@@ -126,7 +129,7 @@ class Decoder(nn.Module):
                     x = _run_blocks(blocks, x, geometry)
         if self.final_norm is None or self.output is None:
             return x
-        x = self.final_norm(x)
+        _, x = self.final_norm(x)
         if self.mesh.sequence_parallel:
             x = gather_sequence(x, self.mesh.tp)
         else:

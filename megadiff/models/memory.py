@@ -4,17 +4,17 @@ Weights, gradients and optimizer are counted from the parameters. Activations ar
 needs of the fused operators, in elements for one token of one layer (h hidden, f width of the MLP,
 q, k, v, o widths of the projections and of the mixer's output; all but h over the tensor ranks):
 
-    two norms: input in float32, output      2 (2 h + h)   (h over the tensor ranks under
-                                             sequence parallel; 2 (h + h) if all is float32)
-    projection, rotated q and k              2 (q + k) + v
+    two norms and their outputs              4 h   (over the tensor ranks under sequence parallel;
+                                                    recomputed: 2 h)
+    projection, q and k rotated in place     q + k + v
     attention, both branches and statistics  2 o   (with a norm of the heads 3 o; recomputed: o)
-    gate and up, and their product           3 f   (without a gate 2 f)
+    gate and up, and their product           3 f   (without a gate 2 f; recomputed: f less)
 
 Context parallelism keeps copies instead of the projection: q, keys and values of the whole
 sequence, and one o more. Full recomputation keeps h for each run. A stage holds this for as many
 micro-batches as its schedule has in flight. At the peak there are besides, on the last stage the
-logits and their gradient, else one run in full where it is recomputed, with the gradients of an
-MLP.
+logits (their gradient is written over them), else one run in full where it is recomputed, with the
+gradients of an MLP.
 """
 
 from dataclasses import dataclass
@@ -98,17 +98,18 @@ def _activations(config: Config, model: Model, world_size: int) -> int:
         elements = 0
         for layers, again in chunk.recompute.runs(chunk.stage.layers):
             run = sum(
-                layer_elements(m, m.mixer_of_layer(i), mesh, tokens, hidden, width, chunk.recompute)
+                layer_elements(m, m.mixer_of_layer(i), mesh, tokens, hidden, chunk.recompute)
                 for i in layers
             )
             elements += hidden if again else run
-            moment = max(moment, (run if again else 0) + 2 * hidden + mlp_elements(m, mesh, tokens))
+            mlp = mlp_elements(m, mesh, tokens)
+            moment = max(moment, (run if again else 0) + 2 * hidden + mlp)
         kept.append(elements)
         if chunk.final_norm is not None:
             divisible_by = m.make_vocab_size_divisible_by
             vocab = padded_vocab_size(m.vocab_size or 0, divisible_by, mesh.tp.size)
-            whole = tokens * (m.hidden_size + 2 * vocab // mesh.tp.size)  # x of the product, logits
-            moment = max(moment, norm_elements(hidden, width) - hidden + whole)
+            whole = tokens * (m.hidden_size + vocab // mesh.tp.size)  # x of the product, logits
+            moment = max(moment, hidden + whole)
     total = flying * sum(kept) // len(kept) + moment
     if mesh.pp.size > 1:  # receive buffers of every micro-batch, forward and backward
         ends = sum(chunk.stage.first + chunk.stage.last for chunk in model.chunks)
@@ -134,15 +135,15 @@ def layer_elements(
     mesh: ParallelMesh,
     tokens: int,
     hidden: int,
-    width: int,
     recompute: Recompute,
 ) -> int:
     """Elements that one layer keeps for the backward of a micro-batch; see above.
 
-    `tokens` are this rank's, `hidden` the elements of its hidden state, `width` bytes an element.
+    `tokens` are this rank's, `hidden` the elements of its hidden state.
     """
     tp = mesh.tp.size
-    around = 2 * norm_elements(hidden, width) + mlp_elements(m, mesh, tokens)
+    around = (2 if recompute.chooses("layernorm") else 4) * hidden
+    around += mlp_elements(m, mesh, tokens, recompute)
     if mixer in DELTA_MIXERS:
         keys, values = (m.delta_heads * width // tp for width in m.delta_widths)
         # q and k projected, convolved and normalised; v projected and convolved; gate, output, norm
@@ -153,20 +154,20 @@ def layer_elements(
     heads, groups = m.num_attention_heads // tp, max(1, m.query_groups // tp)
     q, k = branches * heads * d, groups * d * (2 if mixer == "diff_v1" else 1)
     v, o = groups * d_v, heads * d_v
-    recomputed = recompute.granularity == "selective"
+    recomputed = recompute.chooses("core_attn")
     outputs = 1 if recomputed else 2
     if mixer == "diff_v1" and m.diff_head_norm != "none" and not recomputed:
         outputs = 3
     if mesh.cp.size > 1 and not recomputed:
         return around + tokens * (q + (k + v) * mesh.cp.size + (outputs + 1) * o)
-    return around + tokens * (2 * (q + k) + v + outputs * o)
+    return around + tokens * (q + k + v + outputs * o)
 
 
-def norm_elements(hidden: int, width: int) -> int:
-    """What a norm keeps: its output, and its input in at least float32."""
-    return hidden * (1 + max(4, width) // width)
-
-
-def mlp_elements(m: ModelConfig, mesh: ParallelMesh, tokens: int) -> int:
+def mlp_elements(
+    m: ModelConfig, mesh: ParallelMesh, tokens: int, recompute: Recompute | None = None
+) -> int:
     """What the MLP keeps between its products."""
-    return tokens * (3 if m.swiglu else 2) * m.ffn_size // mesh.tp.size
+    parts = 3 if m.swiglu else 2
+    if recompute is not None and recompute.chooses("mlp_act"):
+        parts -= 1
+    return tokens * parts * m.ffn_size // mesh.tp.size

@@ -11,10 +11,14 @@ from megadiff.kernels import swiglu
 from megadiff.parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init
+from megadiff.parallel.recompute import forget
 
 
 class MLP(nn.Module):
-    """`[b, s, hidden]` to the same, through `ffn_size` features sharded over tensor ranks."""
+    """`[b, s, hidden]` to the same, through `ffn_size` features sharded over tensor ranks.
+
+    `recompute`: the activation is computed again in backward instead of kept.
+    """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, name: str, **factory: Any) -> None:
         super().__init__()
@@ -22,7 +26,7 @@ class MLP(nn.Module):
         init = Init(config.init_method_std)
         names = ("gate", "up") if config.swiglu else ("up",)
         outputs = [Output(n, ffn, ffn, init) for n in names]
-        self.gated = config.swiglu
+        self.gated, self.recompute = config.swiglu, False
         self.up = ColumnParallelLinear(hidden, outputs, mesh, name, bias=bias, **factory)
         self.down = RowParallelLinear(
             ffn,
@@ -37,4 +41,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
-        return self.down(swiglu(x) if self.gated else F.gelu(x))
+        activation = swiglu if self.gated else F.gelu
+        y = activation(x)
+        if self.recompute:
+            forget(y, activation, x)
+        return self.down(y)

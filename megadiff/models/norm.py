@@ -6,17 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
-from megadiff.kernels import layer_norm, rms_norm
+from megadiff.kernels import add_rms_norm, layer_norm
 from megadiff.parallel.apex import find_apex_rms_norm, milliseconds
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.linear import replicated
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init, make_parameter
+from megadiff.parallel.recompute import forget
 
 
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dim, computed in at least float32.
 
+    It forms the residual sum that it normalises, and returns both, so that neither the sum nor the
+    sum of its two gradients needs a pass over memory of its own.
+
+    `recompute`: the projections behind it compute its result again in backward.
     The weight itself is at least float32 too: it is small, and small updates would be lost below.
     """
 
@@ -30,9 +35,9 @@ class Norm(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.epsilon, self.mesh = config.norm_epsilon, mesh
+        self.epsilon, self.mesh, self.recompute = config.norm_epsilon, mesh, False
         self.layer_norm = config.normalization == "LayerNorm"
-        self.rms_norm: Callable[..., Tensor] = rms_norm  # or Apex's
+        self.add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm  # or Apex's
         wide = torch.promote_types(dtype, torch.float32)
         shape = (config.hidden_size,)
         section = replicated(f"{name}.weight", shape, "vector", Init(mean=1.0), mesh.tp)
@@ -42,21 +47,33 @@ class Norm(nn.Module):
             section = replicated(f"{name}.bias", shape, "vector", Init(), mesh.tp)
             self.bias = make_parameter(shape, [section], dtype=wide, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + y, norm(x + y)); without y (x, norm(x))."""
         parameters: Sequence[Tensor] = (
             [self.weight] if self.bias is None else [self.weight, self.bias]
         )
         if self.mesh.sequence_parallel:  # each rank sees only its part of the sequence
             parameters = sum_gradients(self.mesh.tp, *parameters)
         if self.layer_norm:
-            return layer_norm(x, parameters[0], parameters[1], self.epsilon)
-        return self.rms_norm(x, parameters[0], self.epsilon)
+            x = x if y is None else x + y
+            normed = layer_norm(x, parameters[0], parameters[1], self.epsilon)
+        else:
+            x, normed = self.add_rms_norm(x, y, parameters[0], self.epsilon)
+        if self.recompute:
+            forget(normed, self._again, x, *parameters)
+        return x, normed
+
+    def _again(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        if self.layer_norm:
+            return layer_norm(x, *parameters, eps=self.epsilon)
+        return self.add_rms_norm(x, None, *parameters, self.epsilon)[1]
 
 
 def choose_rms_norm(model: nn.Module, tokens: int, dtype: torch.dtype) -> str:
     """Give the RMSNorms of `model` NVIDIA Apex's kernel where it is installed and faster.
 
-    Forward and backward are timed on `[tokens, hidden]`. Says what was chosen; "" without Apex.
+    Forward and backward are timed on `[tokens, hidden]`, with the residual sum. Says what was
+    chosen; "" without Apex.
     """
     norms = [m for m in model.modules() if isinstance(m, Norm) and not m.layer_norm]
     kernel = find_apex_rms_norm()
@@ -64,15 +81,19 @@ def choose_rms_norm(model: nn.Module, tokens: int, dtype: torch.dtype) -> str:
         return ""
     weight, epsilon = norms[0].weight.detach().requires_grad_(), norms[0].epsilon
     grad = torch.randn(tokens, len(weight), dtype=dtype, device=weight.device)
-    x = grad.clone().requires_grad_()
+    x, y = grad.clone().requires_grad_(), grad.clone().requires_grad_()
 
-    def run(norm: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(norm(x, weight, epsilon), (x, weight), grad)
+    def apex(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        x = x if y is None else x + y
+        return x, kernel(x, weight, epsilon)
 
-    times = milliseconds([lambda: run(kernel), lambda: run(rms_norm)], weight.device)
+    def run(norm: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        torch.autograd.grad(norm(x, y, weight, epsilon), (x, y, weight), (grad, grad))
+
+    times = milliseconds([lambda: run(apex), lambda: run(add_rms_norm)], weight.device)
     faster = times[0] < times[1]
     for norm in norms:
-        norm.rms_norm = kernel if faster else rms_norm
+        norm.add_rms_norm = apex if faster else add_rms_norm
     return (
         f"RMSNorm: {'NVIDIA Apex' if faster else 'megadiff'}'s kernel; {tokens} x {len(weight)} "
         f"take Apex {times[0]:.3f} ms and megadiff {times[1]:.3f} ms"

@@ -92,8 +92,12 @@ class Optimizer:
         ]
         self._ranges = [r for shard in self.shards for r in shard.ranges]
         self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
-        self._alike = list(_alike(r for r in self._ranges if r.treatment.rule != "muon"))
         self._apex: Callable[..., None] | None = None
+        own = config.adam_kernel == "auto"
+        self._one_pass = [s for s in self.shards if own and s.in_one_pass]
+        self._others = [s for s in self.shards if s not in self._one_pass]
+        others = [r for shard in self._others for r in shard.ranges]
+        self._alike = list(_alike(r for r in others if r.treatment.rule != "muon"))
         self._matrices = None
         if config.optimizer == "muon":
             self._matrices = WholeMatrices(
@@ -118,7 +122,10 @@ class Optimizer:
 
     @torch.no_grad()
     def _choose_adam_kernel(self, elements: int = 1 << 24) -> str:
-        """Which AdamW runs, and why; Apex's unless it is not there, not asked for or not faster."""
+        """Which AdamW runs, and why; Apex's unless it is not there, not asked for or not faster.
+
+        Where 16-bit parameters are updated in one pass, this concerns the others only.
+        """
         asked = self.config.adam_kernel
         kernel = find_apex_adam()
         if asked == "torch" or kernel is None:
@@ -128,7 +135,7 @@ class Optimizer:
             return "AdamW: NVIDIA Apex's kernel"
         flat = [torch.ones(elements, device=self.updates.device) for _ in range(4)]
         state = {"exp_avg": flat[0], "exp_avg_sq": flat[1]}
-        trial = Range(Treatment("adam", "matrix", True), 0, elements, torch.float32, state)
+        trial = Range(Treatment("adam", "matrix", True), 0, elements, torch.float32, state, flat[3])
         trial.weights, trial.gradient = flat[2:]
 
         def update(apex: Callable[..., None] | None) -> None:
@@ -160,8 +167,6 @@ class Optimizer:
         """Clip and update. `weight_decay` overrides the configuration's, for a decay schedule."""
         self.finish_gradients()
         self.buckets.wait()
-        for shard in self.shards:
-            shard.begin_update()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
         scaled_norm = self._gradient_norm()
         skipped = ~scaled_norm.isfinite()
@@ -171,6 +176,9 @@ class Optimizer:
             divisor = divisor * (norm / self.config.clip_grad).clamp(min=1.0)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.updates += (~skipped).float()
+        self._adam_in_one_pass(learning_rate, decay, divisor, skipped)
+        for shard in self._others:
+            shard.begin_update()
         for (rule, group, _), ranges in self._alike:
             decays, multiplier = group_rule(group, self.config)
             update = self._adam if rule == "adam" else self._sgd
@@ -188,7 +196,7 @@ class Optimizer:
             )
         if self.scaler is not None:
             self.scaler.update(skipped)
-        for shard in self.shards:
+        for shard in self._others:
             shard.end_update(self.steps)
         self.steps += 1
         self._gather()
@@ -201,11 +209,38 @@ class Optimizer:
         """
         square = torch.zeros((), dtype=torch.float64, device=self.updates.device)
         if self._ranges:
-            norms = torch._foreach_norm([r.gradient for r in self._ranges])
+            gradients, dtype = [r.reduced for r in self._ranges], self._ranges[0].dtype
+            norms = torch._foreach_norm(gradients, 2, dtype)
             square = (torch.stack(norms).double().square() * self._counted).sum()
         for group in self._norm_groups:
             dist.all_reduce(square, group=group)
         return square.sqrt()
+
+    def _adam_in_one_pass(self, lr: float, decay: float, divisor: Tensor, skipped: Tensor) -> None:
+        if not self._one_pass:
+            return
+        c, t = self.config, self.updates.double()
+        scalars = torch.stack(
+            [
+                (~skipped).double(),
+                1 / divisor,
+                1 / (1 - c.adam_beta1**t),
+                (1 - c.adam_beta2**t).rsqrt(),
+            ]
+        ).float()
+
+        def rule(group: Group) -> dict[str, float]:
+            decays, multiplier = group_rule(group, c)
+            return {
+                "lr": lr * multiplier,
+                "beta1": c.adam_beta1,
+                "beta2": c.adam_beta2,
+                "eps": c.adam_eps,
+                "weight_decay": decay if decays else 0.0,
+            }
+
+        for shard in self._one_pass:
+            shard.adamw(scalars, self.steps, rule)
 
     def _adam(
         self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor

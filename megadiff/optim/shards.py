@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megadiff.kernels.device import on_triton
 from megadiff.optim.buckets import Bucket, Slot
-from megadiff.optim.weights import Mode, make_main_weights
+from megadiff.optim.weights import Mode, make_main_weights, random_seed
 from megadiff.parallel.parameter import Group, Section, record_of
 
 
@@ -34,6 +35,7 @@ class Range:
     end: int
     dtype: torch.dtype  # of everything below, at least float32
     state: dict[str, Tensor]
+    reduced: Tensor  # the gradient as the bucket holds it
     weights: Tensor = field(init=False)  # these two between begin_update and end_update
     gradient: Tensor = field(init=False)
 
@@ -67,7 +69,8 @@ class Shard:
         self.bucket = bucket
         own = bucket.own_parameters
         self.dtype = torch.promote_types(own.dtype, torch.float32)
-        self.main = make_main_weights(own, main_weights, f"{bucket.slots[0].name}/{bucket.rank}")
+        self.name = f"{bucket.slots[0].name}/{bucket.rank}"
+        self.main = make_main_weights(own, main_weights, self.name)
         self._own_gradients = bucket.own_gradients
         self._weights = self._gradients = self._empty = own.new_empty(0)
         self.ranges = [
@@ -77,9 +80,36 @@ class Shard:
                 end,
                 self.dtype,
                 {key: own.new_zeros(end - start, dtype=self.dtype) for key in state_keys(how.rule)},
+                bucket.gradients[start:end],
             )
             for how, start, end in owned_ranges(bucket, treatment)
         ]
+        self.in_one_pass = (
+            self.main.mode is not None
+            and on_triton(own)
+            and all(r.treatment.rule == "adam" for r in self.ranges)
+        )
+
+    def adamw(self, scalars: Tensor, step: int, rule: Callable[[Group], dict[str, float]]) -> None:
+        """The whole update where `in_one_pass`, without `begin_update` and `end_update`.
+
+        `scalars` as `adamw_triton.adamw_` takes them; `rule` gives its constants for a group.
+        """
+        from megadiff.kernels import adamw_triton
+
+        behind = self.main.behind
+        for r in self.ranges:
+            adamw_triton.adamw_(
+                self.bucket.parameters[r.start : r.end],
+                None if behind is None else self._cut(behind, r),
+                r.reduced,
+                r.state["exp_avg"],
+                r.state["exp_avg_sq"],
+                scalars,
+                mode=self.main.mode or "float32",
+                seed=random_seed(f"{self.name}/{r.start}", step),
+                **rule(r.treatment.group),
+            )
 
     def begin_update(self) -> None:
         """Give the ranges their weights and gradients, in the precision of the update."""

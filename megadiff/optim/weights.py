@@ -17,6 +17,8 @@ class MainWeights:
     """Parameters that are wide enough themselves: float32 and float64."""
 
     persistent = True  # what `load` gives lives as long as this
+    mode: Mode | None = None  # of those that `kernels.adamw_triton` updates
+    behind: Tensor | None = None  # what it reads and writes beside the parameters
 
     def __init__(self, parameters: Tensor) -> None:
         self.parameters = parameters  # this rank's flat range, in the dtype of the model
@@ -42,9 +44,11 @@ class MainWeights:
 class Float32Weights(MainWeights):
     """A float32 copy of parameters of a lower precision."""
 
+    mode = "float32"
+
     def __init__(self, parameters: Tensor) -> None:
         super().__init__(parameters)
-        self._main = parameters.float()
+        self.behind = self._main = parameters.float()
 
     def state(self) -> dict[str, Tensor]:
         return {"main_weight": self._main}
@@ -66,10 +70,11 @@ class KahanWeights(MainWeights):
     """Parameters and what rounding them lost, each in bfloat16: together 16 bits of mantissa."""
 
     persistent = False
+    mode = "kahan"
 
     def __init__(self, parameters: Tensor) -> None:
         super().__init__(parameters)
-        self._lost = torch.zeros_like(parameters)
+        self.behind = self._lost = torch.zeros_like(parameters)
 
     def state(self) -> dict[str, Tensor]:
         return {"compensation": self._lost}
@@ -93,6 +98,7 @@ class StochasticWeights(MainWeights):
     """
 
     persistent = False
+    mode = "stochastic"
 
     def __init__(self, parameters: Tensor, name: str) -> None:
         super().__init__(parameters)
@@ -102,10 +108,13 @@ class StochasticWeights(MainWeights):
         return self.parameters.float()
 
     def store(self, updated: Tensor, step: int) -> None:
-        key = hashlib.sha256(f"{self._name}/{step}".encode()).digest()
-        generator = torch.Generator(updated.device)
-        generator.manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        generator = torch.Generator(updated.device).manual_seed(random_seed(self._name, step))
         round_stochastically(updated, generator, out=self.parameters)
+
+
+def random_seed(name: str, step: int) -> int:
+    """31 bits that depend on nothing else."""
+    return int.from_bytes(hashlib.sha256(f"{name}/{step}".encode()).digest()[:4], "little") >> 1
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator, out: Tensor) -> None:

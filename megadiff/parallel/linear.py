@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megadiff.parallel import collectives
 from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import Group, Init, Section, make_parameter
+from megadiff.parallel.recompute import Again, kept_for
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight
         if self.copied is not None:
             weight = _SumRowGradients.apply(weight, *self.copied, self.copies)
-        return _Product.apply(x, weight, self.bias, self.products, self.tp, self.sequence_parallel)
+        shared = self.tp, self.sequence_parallel
+        return _Product.apply(x, weight, self.bias, self.products, *shared, kept_for(x))
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The projections, as views of the fused output `y`."""
@@ -178,9 +180,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence_parallel:
-            y = _ScatteredProduct.apply(x, self.weight, self.products, self.tp)
+            y = _ScatteredProduct.apply(x, self.weight, self.products, self.tp, kept_for(x))
         else:
-            y = _Product.apply(x, self.weight, None, self.products, Axis(), False)
+            y = _Product.apply(x, self.weight, None, self.products, Axis(), False, kept_for(x))
             y = collectives.reduce_from_group(y, self.tp)
         if self.bias is None:
             return y
@@ -200,6 +202,7 @@ class _Product(torch.autograd.Function):
 
     Under sequence parallelism the input arrives in two parts, of which the second travels during
     the first one's product. The input's gradient is communicated while the weight's is computed.
+    `kept` says what stays of x until then.
     """
 
     @staticmethod
@@ -211,14 +214,16 @@ class _Product(torch.autograd.Function):
         products: Products,
         tp: Axis,
         sequence_parallel: bool,
+        kept: Again,
     ) -> Tensor:
         ctx.products, ctx.tp, ctx.sequence_parallel = products, tp, sequence_parallel
+        ctx.again = kept.function
         gather = None
         if sequence_parallel:
             gather = collectives.PendingGather(x, tp, collectives.halves(x.shape[0]))
         whole = x if gather is None or not products.scaled else gather.wait()
         scales = products.scale(whole), products.scale(weight)
-        ctx.save_for_backward(x, weight, *scales)
+        ctx.save_for_backward(weight, *scales, *kept.inputs)
         if gather is None:
             return products.output(x, weight, bias, *scales)
         y = x.new_empty((x.shape[0], tp.size * x.shape[1], weight.shape[0]))
@@ -228,17 +233,18 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, x_scale, weight_scale = ctx.saved_tensors
+        weight, x_scale, weight_scale, *inputs = ctx.saved_tensors
         products: Products = ctx.products
         tp: Axis = ctx.tp
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        x = ctx.again(*inputs) if need_weight else None
         gather = None
-        if ctx.sequence_parallel and need_weight:
+        if ctx.sequence_parallel and x is not None:
             gather = collectives.PendingGather(x, tp)
         scale = products.scale(grad, gradient=True)
         grad_x = scatter = reduction = None
         if need_x and ctx.sequence_parallel:
-            scatter = collectives.PendingReduceScatter((*grad.shape[:2], weight.shape[1]), x, tp)
+            scatter = collectives.PendingReduceScatter((*grad.shape[:2], weight.shape[1]), grad, tp)
             for rows in collectives.halves(grad.shape[0]):
                 scatter.start(rows, products.grad_input(grad[rows], weight, scale, weight_scale))
         elif need_x:
@@ -247,7 +253,7 @@ class _Product(torch.autograd.Function):
                 grad_x = grad_x.contiguous()
                 reduction = dist.all_reduce(grad_x, group=tp.group, async_op=True)
         grad_weight = None
-        if need_weight:
+        if x is not None:
             whole = x if gather is None else gather.wait()
             grad_weight = products.grad_weight(grad, whole, scale, x_scale)
         grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
@@ -255,7 +261,7 @@ class _Product(torch.autograd.Function):
             grad_x = scatter.wait()
         if reduction is not None:
             reduction.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _ScatteredProduct(torch.autograd.Function):
@@ -266,10 +272,12 @@ class _ScatteredProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products, tp: Axis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, products: Products, tp: Axis, kept: Again
+    ) -> Tensor:
         scales = products.scale(x), products.scale(weight)
-        ctx.save_for_backward(x, weight, *scales)
-        ctx.products, ctx.tp = products, tp
+        ctx.save_for_backward(weight, *scales, *kept.inputs)
+        ctx.products, ctx.tp, ctx.again, ctx.shape = products, tp, kept.function, x.shape
         scatter = collectives.PendingReduceScatter((*x.shape[:2], weight.shape[0]), x, tp)
         for rows in collectives.halves(x.shape[0]):
             scatter.start(rows, products.output(x[rows], weight, None, *scales))
@@ -277,21 +285,22 @@ class _ScatteredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, x_scale, weight_scale = ctx.saved_tensors
+        weight, x_scale, weight_scale, *inputs = ctx.saved_tensors
         products: Products = ctx.products
         need_x, need_weight = ctx.needs_input_grad[:2]
         gather = collectives.PendingGather(grad, ctx.tp, collectives.halves(grad.shape[0]))
         scale = products.scale(gather.wait(), gradient=True) if products.scaled else None
         grad_x = None
         if need_x:
-            grad_x = x.new_empty(x.shape)
+            grad_x = grad.new_empty(ctx.shape)
             for rows in gather.pieces:
                 part = gather.wait(rows)
                 products.grad_input(part, weight, scale, weight_scale, out=grad_x[rows])
         grad_weight = None
         if need_weight:
+            x = ctx.again(*inputs)
             grad_weight = products.grad_weight(gather.wait(), x, scale, x_scale)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class _SumRowGradients(torch.autograd.Function):

@@ -22,14 +22,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=tp.group)
             total, target = sums
         ctx.save_for_backward(logits, labels, maximum, total)
-        ctx.start, ctx.vocab_size = start, vocab_size
+        ctx.start, ctx.vocab_size, ctx.overwritten = start, vocab_size, False
         return total.log() + maximum - target
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.overwritten:
+            raise RuntimeError("a second backward of the loss: the first wrote over the logits")
+        ctx.overwritten = True
         logits, labels, maximum, total = ctx.saved_tensors
         grad_logits = cross_entropy_grad(
-            logits, labels, maximum, total, grad, ctx.start, ctx.vocab_size
+            logits, labels, maximum, total, grad, ctx.start, ctx.vocab_size, inplace=True
         )
         return grad_logits, None, None, None
 
@@ -40,6 +43,7 @@ def vocab_parallel_cross_entropy(
     """The loss of every token, `[b, s]`, in at least float32.
 
     `logits` `[b, s, vocab / tp]` are this rank's columns of the padded vocabulary; columns at or
-    past `vocab_size` take no part. `labels` `[b, s]` are global ids.
+    past `vocab_size` take no part. `labels` `[b, s]` are global ids. Backward writes the gradient
+    of the logits over them: nothing else may read them after it.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, tp)

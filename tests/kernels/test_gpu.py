@@ -12,8 +12,8 @@ from megadiff.kernels import (
     cross_entropy,
     diff_attention,
     rms_norm,
-    rotary,
     rotary_cos_sin,
+    split_rotary,
     swiglu,
 )
 from tests.kernels.cases import Case
@@ -204,8 +204,8 @@ def test_small_kernels() -> None:
         (lambda x, w: rms_norm(x, w), (random(2, 300, 256), random(256))),
         (swiglu, (random(2, 300, 512),)),
         (
-            lambda q, k: torch.cat(rotary(q, k, cos, sin), 2),
-            (random(2, 300, 4, 64), random(2, 300, 4, 64)),
+            lambda y: torch.cat(split_rotary(y.clone(), [256, 128, 128], cos, sin), -1),
+            (random(2, 300, 576),),
         ),
         (lambda x: cross_entropy(x, labels, 1000), (random(2, 300, 1024),)),
     ):

@@ -5,15 +5,16 @@ import torch
 from torch import Tensor
 
 from megadiff.kernels import (
+    add_rms_norm,
     cross_entropy_grad,
     cross_entropy_partials,
-    rotary,
     rotary_cos_sin,
+    split_rotary,
     swiglu,
 )
 
 pytest.importorskip("triton")
-from megadiff.kernels import small_triton
+from megadiff.kernels import norm_triton, small_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,25 +37,22 @@ def test_swiglu() -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("per_row", [True, False])
-def test_rotary_of_views(interleaved: bool, per_row: bool) -> None:
-    rows = random(2, 5, 3 * 16 + 16)
-    positions = (
-        torch.arange(10, device=DEVICE).view(2, 5) if per_row else torch.arange(5, device=DEVICE)
-    )
-    cos, sin = rotary_cos_sin(positions, 16)
-
-    def run(operator, x: Tensor, *tables: Tensor) -> Tensor:
-        q, k = x[..., :48].unflatten(-1, (3, 16)), x[..., 48:].unflatten(-1, (1, 16))
-        return torch.cat(operator(q, k, *tables, interleaved), 2)
-
+@pytest.mark.parametrize("width", [16, 24])
+def test_split_rotary(interleaved: bool, per_row: bool, width: int) -> None:
+    """Two query heads, one key head, other columns behind them, and padding."""
+    widths = [2 * width, width, width, 5]
+    rows = random(2, 5, sum(widths) + 3)
+    at = torch.arange(10, device=DEVICE).view(2, 5) if per_row else torch.arange(5, device=DEVICE)
+    cos, sin = rotary_cos_sin(at, width)
     wide = rows.detach().double().requires_grad_()
-    out, exact = (
-        run(small_triton.rotary, rows, cos, sin),
-        run(rotary, wide, cos.double(), sin.double()),
-    )
-    close(out, exact)
-    dy = torch.randn_like(out)
-    close(torch.autograd.grad(out, rows, dy)[0], torch.autograd.grad(exact, wide, dy.double())[0])
+    exact = split_rotary(wide, widths, cos.double(), sin.double(), interleaved)
+    mine = small_triton.split_rotary(rows.clone(), widths, cos, sin, interleaved)
+    dy = [torch.randn_like(x) for x in mine]
+    got = torch.autograd.grad(mine, rows, dy)[0]
+    wanted = torch.autograd.grad(exact, wide, [d.double() for d in dy])[0]
+    for a, b in zip([*mine, got], [*exact, wanted], strict=True):
+        close(a, b)
+    assert not got[..., sum(widths) :].any()
 
 
 def test_cross_entropy() -> None:
@@ -78,9 +76,15 @@ def test_opcheck() -> None:
     x, dy = random(2, 3, 20), random(2, 3, 10).detach()
     torch.library.opcheck(small_triton.swiglu, (x,))
     torch.library.opcheck(small_triton.swiglu_backward, (x.detach(), dy))
-    q, k = random(2, 5, 3, 16), random(2, 5, 1, 16)
+    y = random(2, 5, 4 * 16 + 3).detach()
     angles = rotary_cos_sin(torch.arange(5, device=DEVICE), 16)
-    torch.library.opcheck(small_triton.turn, (q, k, *angles, True, 1.0))
+    torch.library.opcheck(small_triton.turn_, (y, 48, 16, *angles, True))
+    parts = [y[..., :48], y[..., 48:64], y[..., 64:]]
+    torch.library.opcheck(small_triton.turn_back, (parts, 2, *angles, True))
+    weight, rstd = torch.ones(20, device=DEVICE), torch.ones(6, device=DEVICE)
+    for beside, w in ((x.detach(), weight), (None, None)):
+        torch.library.opcheck(norm_triton.forward_op, (x.detach(), beside, w, 1e-5))
+        torch.library.opcheck(norm_triton.backward_op, (x.detach(), w, rstd, x.detach(), beside))
     logits, labels = random(4, 50).detach(), torch.arange(4, device=DEVICE)
     torch.library.opcheck(small_triton.cross_entropy_partials, (logits, labels, 0, 40))
     rows = small_triton.cross_entropy_partials(logits, labels, 0, 40)[:2]
@@ -99,3 +103,25 @@ def test_gradient_over_the_logits() -> None:
     small_triton.cross_entropy_grad(logits, *arguments, apart, 0, 50)
     small_triton.cross_entropy_grad(logits, *arguments, logits, 0, 50)
     assert torch.equal(logits, apart)
+
+
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm_with_the_residual_sum(added: bool, weighted: bool) -> None:
+    """Also where only one of the two results is used."""
+    x, weight = random(2, 3, 1100), random(1100) if weighted else None
+    y = random(2, 3, 1100) if added else None
+    given = [t for t in (x, y, weight) if t is not None]
+    exact_given = [t.detach().double().requires_grad_() for t in given]
+    rest = list(exact_given)
+    wide = [None if t is None else rest.pop(0) for t in (x, y, weight)]
+    mine = norm_triton.add_rms_norm(x, y, weight, 1e-5)
+    exact = add_rms_norm(*wide, 1e-5)  # type: ignore[arg-type]
+    for used in ([0, 1], [1]):
+        dy = [torch.randn(2, 3, 1100, device=DEVICE) for _ in used]
+        got = torch.autograd.grad([mine[i] for i in used], given, dy, retain_graph=True)
+        wanted = torch.autograd.grad(
+            [exact[i] for i in used], exact_given, [d.double() for d in dy], retain_graph=True
+        )
+        for a, b in zip([*mine, *got], [*exact, *wanted], strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)

@@ -43,7 +43,7 @@ def test_maps_times_values_are_what_the_mixer_gives(mixer, options):
     def hook(layer, arguments, output):
         x, geometry = arguments[:2]
         maps = attention_maps(layer, x, geometry)
-        v = layer.heads(*layer.qkv.split(layer.qkv(x))[:3], geometry=geometry)[2][0]
+        v = layer.heads(x, geometry)[2][0]
         v = v.repeat_interleave(2, dim=1)  # four heads on two groups
         y = torch.einsum("hij,jhd->ihd", maps.difference, v).flatten(1)
         seen["maps"], seen["output"] = layer.out(y.unsqueeze(0)), output

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megadiff.config import OptimizerConfig
-from megadiff.kernels import rms_norm
+from megadiff.kernels import add_rms_norm
 from megadiff.models.decoder import Decoder
 from megadiff.models.norm import Norm, choose_rms_norm
 from megadiff.optim.optimizer import Optimizer
@@ -110,7 +110,7 @@ def test_the_faster_rms_norm_is_chosen_and_equal(
         )
         assert all(p.grad is None for p in model.parameters())  # timing leaves none
         losses.append(model(tokens[:, :-1], positions, tokens[:, 1:]))
-    used = {m.rms_norm is not rms_norm for m in model.modules() if isinstance(m, Norm)}
+    used = {m.add_rms_norm is not add_rms_norm for m in model.modules() if isinstance(m, Norm)}
     assert used == {chosen == "NVIDIA Apex"}
     torch.testing.assert_close(losses[1], losses[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
 

@@ -61,6 +61,8 @@ def test_more_recomputation_keeps_less_and_gives_the_same_gradients(mixer):
     order = [
         Recompute(),
         Recompute("selective"),
+        Recompute("selective", modules=("core_attn", "mlp_act")),
+        Recompute("selective", modules=("core_attn", "mlp_act", "layernorm")),
         Recompute("full", "block", 2),
         Recompute("full", "uniform", 1),
         Recompute("full", "uniform", 2),
@@ -112,8 +114,8 @@ def test_estimate_is_near_what_is_kept(mixer, granularity):
     backward = 2 * hidden + mlp_elements(m, ParallelMesh(), tokens)  # of a layer, for a moment
     if granularity == "full":
         recompute = Recompute(granularity)
-        backward += layer_elements(m, mixer, ParallelMesh(), tokens, hidden, 4, recompute)
-    moment = max(end + logits, backward) - end
+        backward += layer_elements(m, mixer, ParallelMesh(), tokens, hidden, recompute)
+    moment = max(end, backward) - end
     weight = 2 * m.ffn_size * 64  # the largest, whose gradient stands beside its buffer
     kept, _ = kept_bytes_and_gradients(mixer, Recompute(granularity))
     share = kept / (estimate.activations - 4 * (moment + weight))

@@ -1,0 +1,160 @@
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+"""RMSNorm in Triton, with the addition before it and the gradient that passes beside it.
+
+A block adds to the residual stream x and normalises the sum r; r goes on to the next addition, so
+its gradient has two parts. Forward reads x and y once and writes r and norm(r); backward reads r
+and the two gradients once and writes their sum. Arithmetic is float32; r is rounded before it is
+normalised, as it is stored. Imported only when used: Triton is not a dependency."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 4  # backward programs for each multiprocessor: each sums the weight's gradient
+
+
+@triton.jit
+def _forward(
+    x, y, weight, total, out, rstd, width, eps, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    r = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        r += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = r.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        r = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(r * r, 0) / width + eps)
+    tl.store(rstd + row, scale)
+    r *= scale
+    if WEIGHT:
+        r *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, r.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    r, weight, rstd, dout, dtotal, dr, partial, rows, width, ADD: tl.constexpr,
+    WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    dw = tl.zeros([BLOCK], tl.float32)
+    if WEIGHT:
+        w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    for row in tl.range(first, rows, tl.num_programs(0)):
+        at = row * width + columns
+        scale = tl.load(rstd + row)
+        normed = tl.load(r + at, mask=inside, other=0.0).to(tl.float32) * scale
+        d = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+        dw += d * normed
+        if WEIGHT:
+            d *= w
+        d = scale * (d - normed * (tl.sum(d * normed, 0) / width))
+        if ADD:
+            d += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dr + at, d.to(dr.dtype.element_ty), mask=inside)
+    if WEIGHT:
+        tl.store(partial + first * width + columns, dw, mask=inside)
+
+
+def _block(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def _programs(rows: int, device: torch.device) -> int:
+    if device.type != "cuda":
+        return min(rows, 2)
+    return min(rows, _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@torch.library.custom_op("megadiff::add_rms_norm", mutates_args=())
+def forward_op(
+    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(r, norm(r), 1 / rms(r)) of r = x + y; without y the first is empty, and r is x."""
+    total, out, rstd = _results(x, y)
+    x = x.contiguous()
+    _forward[(rstd.numel(),)](
+        x, x if y is None else y.contiguous(), weight, total, out, rstd, x.shape[-1], eps,
+        ADD=y is not None, WEIGHT=weight is not None, **_block(x.shape[-1]),
+    )  # fmt: skip
+    return total, out, rstd
+
+
+def _results(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return (
+        x.new_empty((0,) if y is None else x.shape),
+        x.new_empty(x.shape),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+@forward_op.register_fake
+def _(
+    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _results(x, y)
+
+
+@torch.library.custom_op("megadiff::add_rms_norm_backward", mutates_args=())
+def backward_op(
+    r: Tensor, weight: Tensor | None, rstd: Tensor, dout: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of r and of the weight (empty if there is none)."""
+    width, rows = r.shape[-1], rstd.numel()
+    programs = _programs(rows, r.device)
+    dr = r.new_empty(r.shape)
+    partial = rstd.new_empty((programs, width) if weight is not None else (0,))
+    r, dout = r.contiguous(), dout.contiguous()
+    _backward[(programs,)](
+        r, weight, rstd, dout, dout if dtotal is None else dtotal.contiguous(), dr, partial, rows,
+        width, ADD=dtotal is not None, WEIGHT=weight is not None, **_block(width),
+    )  # fmt: skip
+    return dr, r.new_empty(0) if weight is None else partial.sum(0).to(weight.dtype)
+
+
+@backward_op.register_fake
+def _(
+    r: Tensor, weight: Tensor | None, rstd: Tensor, dout: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return r.new_empty(r.shape), r.new_empty(0) if weight is None else weight.new_empty(
+        weight.shape
+    )
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """(r, norm(r)) of r = x + y, or of r = x without y."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total, out, rstd = forward_op(x, y, weight, eps)
+        ctx.save_for_backward(x if y is None else total, weight, rstd)
+        ctx.added = y is not None
+        ctx.set_materialize_grads(False)
+        return (x.view_as(x) if y is None else total), out
+
+    @staticmethod
+    def backward(ctx, dtotal: Tensor | None, dout: Tensor | None):  # type: ignore[override]
+        r, weight, rstd = ctx.saved_tensors
+        if dout is None:
+            return dtotal, dtotal if ctx.added else None, None, None
+        dr, dweight = backward_op(r, weight, rstd, dout, dtotal)
+        return dr, dr if ctx.added else None, None if weight is None else dweight, None
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `megadiff.kernels.add_rms_norm`; x and y of one dtype, float32 or less."""
+    return _AddRMSNorm.apply(x, y, weight, eps)  # type: ignore[return-value]
