@@ -296,10 +296,13 @@ class CheckpointManager:
                 f"{size / seconds / 1e9:.2f} GB/s"
             )
 
-    def go_back(self, before: int) -> Path | None:
+    def go_back(
+        self, before: int, fits: Callable[[dict[str, dict]], bool] | None = None
+    ) -> Path | None:
         """The newest whole checkpoint of fewer than `before` steps, to go on from, if there is one.
 
-        Later ones, of what is given up, are deleted. Raises CheckpointError.
+        Later ones, of what is given up, are deleted. `fits`: see `find_local`. Raises
+        CheckpointError.
         """
         self._join()
         places, local = [self.root], None
@@ -308,7 +311,9 @@ class CheckpointManager:
         elif self.second is not None:
             places.append(self.second)
         try:
-            path = find_newest(places, group=self._ranks.group, before=before, local=local)
+            path = find_newest(
+                places, group=self._ranks.group, before=before, local=local, fits=fits
+            )
         except CheckpointError as error:
             logger.warning("%s", error)
             return None
@@ -316,11 +321,11 @@ class CheckpointManager:
             return None
         step = self._proven = layout.step_of(path)
         what = "cannot go back to an earlier checkpoint"
-        self._ranks.first(what, lambda: _give_up_after(step, self.root))
+        self._ranks.first(what, lambda: _give_up_after(step, self.root, keep_one=True))
         if self.second is not None:
             place = self.second
             on = self._ranks.all if self._local else self._ranks.first
-            on(what, lambda: _give_up_after(step, place))
+            on(what, lambda: _give_up_after(step, place, keep_one=False))
         return path
 
     def _publish(self, root: Path, step: int) -> None:
@@ -337,13 +342,18 @@ class CheckpointManager:
                 layout.remove(paths[old])
 
 
-def _give_up_after(step: int, root: Path) -> None:
-    """Let the tracker name `step`, or the newest before it; delete what is later, if not all."""
+def _give_up_after(step: int, root: Path, keep_one: bool) -> None:
+    """Let the tracker name `step`, or the newest before it; delete what is later.
+
+    Unless that is all there is and `keep_one`.
+    """
     steps = layout.list_steps(root)
     kept = [s for s in steps if s <= step]
-    if not kept:
+    if keep_one and not kept:
         return
-    if (root / layout.TRACKER).exists():
+    if not kept:
+        (root / layout.TRACKER).unlink(missing_ok=True)
+    elif (root / layout.TRACKER).exists():
         layout.write_tracker(root, kept[-1])
     for later in steps[len(kept) :]:
         layout.remove(layout.checkpoint_path(root, later))

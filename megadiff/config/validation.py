@@ -477,6 +477,7 @@ def _validate_deepspeed(config: Config) -> None:
         f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
         "--fp64": t.fp64,
         "--optimizer muon": o.optimizer == "muon",
+        "--loss-spike-skip-iters": t.loss_spike_skip_iters is not None,
         "--check-weight-hash-across-dp-replicas-interval": (
             t.check_weight_hash_across_dp_replicas_interval is not None
         ),

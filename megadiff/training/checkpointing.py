@@ -128,7 +128,7 @@ def find(config: Config, env: Environment) -> Saved | None:
             [place for place in places if place is not None],
             group=env.control,
             local=settings.non_persistent_local_ckpt_dir,
-            fits=lambda metadata: _same_split(metadata, config),
+            fits=lambda metadata: same_split(metadata, config),
         )
     if path is None:
         if settings.exit_on_missing_checkpoint:
@@ -144,7 +144,7 @@ def find(config: Config, env: Environment) -> Saved | None:
     return saved
 
 
-def _same_split(metadata: dict[str, dict[str, Any]], config: Config) -> bool:
+def same_split(metadata: dict[str, dict[str, Any]], config: Config) -> bool:
     """Whether ranks hold the same pieces as those of the run that saved `metadata`."""
     saved, now = metadata.get("config", {}), to_dict(config)
     return (

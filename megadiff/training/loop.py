@@ -71,9 +71,10 @@ def train(run: Run, progress: Progress) -> str:
             if logs and interval.outcomes:
                 _log_interval(run, progress, interval, clock)
                 interval = metrics.Interval()
-            with clock.paused():
+            with clock.paused():  # also when it goes back
                 if judge(run, progress, outcomes):
                     interval, saved_at = metrics.Interval(), progress.iteration
+                    run.own_time.lap()
                     reason = None if reason == "exit interval" else reason
                     continue
         run.check_save()

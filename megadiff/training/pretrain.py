@@ -91,7 +91,9 @@ def pretrain(config: Config) -> str:
                 log.line(f" {report}")
 
         def go_back(before: int) -> Progress | None:
-            path = None if manager is None else manager.go_back(before)
+            if manager is None:
+                return None
+            path = manager.go_back(before, lambda m: checkpointing.same_split(m, config))
             if path is None:
                 return None
             found = checkpointing.read(path)

@@ -167,6 +167,23 @@ def test_a_second_place_holds_the_last_save_in_between(tmp_path):
     assert find_newest([first, second]) == checkpoint_path(first, 6)
 
 
+def test_going_back_gives_up_what_is_later(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    manager = CheckpointManager(first, keep_last=1, second=second)
+    assert manager.go_back(10) is None
+    for step in (2, 4, 6, 8):
+        CheckpointManager(first).save(step, tensors(step), {})
+    manager.save(9, tensors(9), {}, second=True)
+    flip(checkpoint_path(first, 4) / "__0_0.distcp")
+    assert manager.go_back(6) == checkpoint_path(first, 2)
+    assert list_steps(first) == [2] and read_tracker(first) == 2
+    assert list(second.iterdir()) == []
+    manager.save(5, tensors(5), {})
+    assert list_steps(first) == [2, 5]  # the one that the run goes on from is spared
+    assert manager.go_back(2) is None
+    assert list_steps(first) == [2, 5]
+
+
 def test_a_lost_or_damaged_second_place_is_passed_over(tmp_path, caplog):
     first, second = tmp_path / "first", tmp_path / "second"
     manager = CheckpointManager(first, second=second)
