@@ -244,7 +244,7 @@ def test_the_slowest_rank_is_told_with_its_share(slow: int, data: str, tmp_path:
     found = read(tmp_path)[-1]["straggler"]
     assert found["rank"] == slow
     # two micro-batches through two MLPs sleep 1 s, for which the other rank waits
-    assert found["compute_seconds"] > 0.2
+    assert found["compute_seconds"] > 1.0
     assert found["median_seconds"] < found["compute_seconds"] - 0.3
     assert 0.5 < found["share"] <= 1.0
     assert f" slowest rank: {slow}, " in (tmp_path / "log.txt").read_text()
