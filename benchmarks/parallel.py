@@ -106,6 +106,8 @@ def main() -> None:
     rows = [row for row in choice if row.gpus <= here and row.name in (args.rows or known)]
     if args.profile:
         rows = [replace(row, profiled=True) for row in rows]
+    if args.quick:
+        rows = [replace(row, steps=(1, 2)) for row in rows]
     results: dict[str, dict[str, Any]] = {}
     device = "cpu" if args.quick else torch.cuda.get_device_name()
     print(f"{here} x {device}, torch {torch.__version__}")
