@@ -178,7 +178,7 @@ def report(runs: list[dict[str, Any]], window: int = 50) -> None:
                 differences = [a - b for a, b in pairs][-window:]
                 line = (
                     f"seed {seed}, {steps} steps, {name} - {reference}: training loss "
-                    f"{statistics.mean(differences):+.4f} +- {statistics.pstdev(differences):.4f}"
+                    f"{statistics.mean(differences):+.4f} +- {torch.tensor(differences).std().item():.4f}"
                 )
                 if (step := str(steps)) in run["validation"] and step in base["validation"]:
                     line += f", validation loss {run['validation'][step]:.4f} "

@@ -112,6 +112,8 @@ class Optimizer:
         half = any(b.parameters.dtype == torch.float16 for b in self.buckets.buckets)
         self.scaler = LossScaler(config, device) if half else None
         self.adam_kernel = "" if config.optimizer == "sgd" else self._choose_adam_kernel()
+        if self._one_pass:
+            self.adam_kernel = f"16-bit parameters in one pass; others by {self.adam_kernel}"
 
     def _treatment(self, section: Section) -> Treatment:
         rule = update_rule(section, self.config)

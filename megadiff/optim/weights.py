@@ -84,7 +84,7 @@ class KahanWeights(MainWeights):
 
     def store(self, updated: Tensor, step: int) -> None:
         self.parameters.copy_(updated)
-        torch.sub(updated, self.parameters, out=self._lost)
+        self._lost.copy_(updated.sub_(self.parameters))
 
     def reset(self) -> None:
         self._lost.zero_()
@@ -125,8 +125,8 @@ def round_stochastically(x: Tensor, generator: torch.Generator, out: Tensor) -> 
     noise = torch.randint(
         0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
     )
-    noise.add_(x.view(torch.int32))
-    torch.bitwise_right_shift(noise, 16, out=out.view(torch.int16))
+    noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16))
+    out.copy_(noise.view(torch.float32))
 
 
 def make_main_weights(parameters: Tensor, mode: Mode, name: str) -> MainWeights:

@@ -13,31 +13,36 @@ from tests.optim.toy import Toy, batch
 CONFIG = OptimizerConfig(clip_grad=1.0, weight_decay=0.0)
 
 
-def test_stochastic_rounding_has_the_right_mean() -> None:
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
+def test_stochastic_rounding_has_the_right_mean(device: str) -> None:
     """A quarter of the way to the next of bfloat16's numbers goes up in a quarter of the cases."""
     step = 2.0**-7  # between neighbours in [1, 2)
     for value in (1 + step / 4, -1 - step / 4):
-        x = torch.full((40_000,), value)
+        x = torch.full((40_000,), value, device=device)
         rounded = torch.empty_like(x, dtype=torch.bfloat16)
-        round_stochastically(x, torch.Generator().manual_seed(0), out=rounded)
+        round_stochastically(x, torch.Generator(device).manual_seed(0), out=rounded)
         sign = 1 if value > 0 else -1
         assert {sign * v for v in rounded.float().unique().tolist()} == {1.0, 1.0 + step}
         up = (rounded.float() * sign > 1).float().mean().item()
         assert up == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / 40_000) ** 0.5)
-    exact = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     again = torch.empty_like(exact)
-    round_stochastically(exact.float(), torch.Generator().manual_seed(0), out=again)
+    round_stochastically(exact.float(), torch.Generator(device).manual_seed(0), out=again)
     assert torch.equal(again, exact)
 
 
-def test_kahan_keeps_what_rounding_loses() -> None:
-    weights = KahanWeights(torch.ones(3, dtype=torch.bfloat16))
+@DEVICES
+def test_kahan_keeps_what_rounding_loses(device: str) -> None:
+    weights = KahanWeights(torch.ones(3, dtype=torch.bfloat16, device=device))
     for step in range(1000):
         weights.store(weights.load() + 1e-4, step)
     # what is lost is at most 2^-8 / 2 and kept to 2^-9 of that, so a step errs by at most 2^-18;
     # bfloat16 alone would still be at 1
     expected = torch.full((3,), 1.1)
-    torch.testing.assert_close(weights.load(), expected, rtol=0, atol=1000 * 2**-18)
+    torch.testing.assert_close(weights.load().cpu(), expected, rtol=0, atol=1000 * 2**-18)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
