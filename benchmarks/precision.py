@@ -158,7 +158,7 @@ def report(runs: list[dict[str, Any]], window: int = 50) -> None:
     """Differences to float32 and, in longer runs, to bf16 with the same seed.
 
     Of the training loss, step by step over the last `window` steps that both have (mean, standard
-    deviation over the steps), and of the validation loss.
+    deviation of a step), and of the validation loss.
     """
     by_seed: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for run in runs:
@@ -176,9 +176,10 @@ def report(runs: list[dict[str, Any]], window: int = 50) -> None:
                     continue
                 pairs = zip(run["losses"][:steps], base["losses"][:steps], strict=True)
                 differences = [a - b for a, b in pairs][-window:]
+                deviation = torch.tensor(differences).std().item()
                 line = (
                     f"seed {seed}, {steps} steps, {name} - {reference}: training loss "
-                    f"{statistics.mean(differences):+.4f} +- {torch.tensor(differences).std().item():.4f}"
+                    f"{statistics.mean(differences):+.4f} +- {deviation:.4f}"
                 )
                 if (step := str(steps)) in run["validation"] and step in base["validation"]:
                     line += f", validation loss {run['validation'][step]:.4f} "
