@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu lint clean
+.PHONY: demo test test-slow test-hopper test-gpu lint clean
 
 $(VENV)/.stamp: pyproject.toml
 	$(PY) -m venv $(VENV)
@@ -19,6 +19,11 @@ test: $(VENV)/.stamp
 
 test-slow: $(VENV)/.stamp
 	$(BIN)/python -m pytest -m slow
+
+# The Hopper kernels compile for sm_90, without a GPU, with the Triton that they are written for
+test-hopper: $(VENV)/.stamp
+	test -d build/triton || $(BIN)/python -m pip install -q --no-deps --target build/triton triton==3.6.0
+	PYTHONPATH=build/triton:. $(BIN)/python -m pytest -m slow tests/kernels/test_hopper.py
 
 # With the Python whose torch has CUDA: make test-gpu BIN=/path/to/bin
 test-gpu:

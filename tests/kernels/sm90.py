@@ -108,19 +108,15 @@ def launches(
     flat = [x.view(tokens, pairs, d_v) for x in (y, first, second)]
     g = flat[0] if norm else None
     sequences = 2 if packed else 1
-    backward = diff_launch.backward_launches
+    module = diff_launch
     if hopper:
-        from megadiff.kernels.hopper import launch as hopper_launch
-
-        backward = hopper_launch.backward_launches
+        from megadiff.kernels.hopper import launch as module
     return [
-        diff_launch.forward_launch(
-            q, k, v, call, first, second, y if norm else None, lse, rstd, True
-        ),
+        module.forward_launch(q, k, v, call, first, second, y if norm else None, lse, rstd, True),
         diff_launch.preprocess_launch(
             *flat, rstd, call, sequences, g, delta, torch.empty(tokens, pairs), torch.empty(1)
         ),
-        *backward(q, k, v, call, flat[0], lse, delta, q, k, v),
+        *module.backward_launches(q, k, v, call, flat[0], lse, delta, q, k, v),
     ]
 
 

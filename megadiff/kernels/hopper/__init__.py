@@ -1,6 +1,7 @@
 """Differential attention's kernels for Hopper, in Gluon, whose interface belongs to one version of
 Triton."""
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -11,11 +12,19 @@ TRITON = "3.6"
 WIDTHS = ((128, 256, True), (64, 128, True), (128, 128, False), (64, 64, False))
 
 
+@functools.cache  # a third of a millisecond
+def _installed() -> str | None:
+    """Triton's version."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
 @torch.compiler.assume_constant_result
 def _why_not_here(device: str, capability: tuple[int, int]) -> str | None:
-    try:
-        installed = version("triton")
-    except PackageNotFoundError:
+    installed = _installed()
+    if installed is None:
         return "Triton is not installed"
     if installed.split(".")[:2] != TRITON.split("."):
         return f"it is written for Triton {TRITON}, and {installed} is installed"

@@ -11,9 +11,9 @@ A producer warp feeds a ring of `STAGES` with Q1, Q2, G and the statistics of `B
 Scores are held transposed, `[keys, queries]`, so that P and dS are the left operands of dV and dK
 in registers as they come out of the product. Two ways to share the work between the warp groups:
 
-`keys_side_by_side`: each group owns 64 keys and does everything for them.
+Owners: each group owns 64 keys and does everything for them.
 
-`keys_in_roles`, for V1 of width 128, whose dK1, dK2 and dV of 64 keys fill two groups' registers:
+ROLES, for V1 of width 128, whose dK1, dK2 and dV of 64 keys fill two groups' registers:
 
       scores group     S1, S2 -> P1, -lam P2 --p_full--> gradients group   dP -> dS1, dS2
                        dV += (P1 - lam P2) G  <--p_empty--                 dK1, dK2 += dS^T Q
@@ -127,10 +127,19 @@ def _weights(
 
 
 @gluon.jit
+def _products(k1, k2, q_tiles, stage, zeros):
+    """Scores of both branches, in flight."""
+    q1 = tile(q_tiles, 2 * stage).permute((1, 0))
+    q2 = tile(q_tiles, 2 * stage + 1).permute((1, 0))
+    s1 = warpgroup_mma(k1, q1, zeros, use_acc=False, is_async=True)
+    return s1, warpgroup_mma(k2, q2, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _own(
     tiles, ready, at, results, owner, lam, qk_scale, scale, BM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """All of dK and dV of the 64 keys of one owner."""
     q_tiles, g_tiles, k_tiles, v_tiles, stats = tiles
@@ -149,7 +158,7 @@ def _own(
     shift = n_k - n_q
     mine, unmasked = low, low  # first block that sees these keys, first that sees them all
     if CAUSAL:
-        mine = max(max(begin - shift, 0) // BM * BM, low)
+        mine = min(max(begin - shift, low), n_q) // BM * BM  # (no further than the producer goes)
         unmasked = (max(begin + 63 - shift, 0) + BM - 1) // BM * BM
     keys = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
     queries = gl.arange(0, BM, gl.SliceLayout(0, S))
@@ -165,16 +174,24 @@ def _own(
             mbarrier.wait(q_full.index(it % STAGES), it // STAGES & 1)
             mbarrier.arrive(empty.index(it % STAGES), count=1)
             it += 1
+        n1, n2 = zeros, zeros
+        if AHEAD:
+            if mine < n_q:
+                mbarrier.wait(q_full.index(it % STAGES), it // STAGES & 1)
+                n1, n2 = _products(k1, k2, q_tiles, it % STAGES, zeros)
+                n1, n2 = warpgroup_mma_wait(num_outstanding=0, deps=[n1, n2])
         for i in range(mine, n_q, BM):
             s = it % STAGES
             phase = it // STAGES & 1
             q1 = tile(q_tiles, 2 * s)
             q2 = tile(q_tiles, 2 * s + 1)
             g = tile(g_tiles, s)
-            mbarrier.wait(q_full.index(s), phase)
-            s1 = warpgroup_mma(k1, q1.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s2 = warpgroup_mma(k2, q2.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s1, s2 = warpgroup_mma_wait(num_outstanding=0, deps=[s1, s2])
+            if AHEAD:
+                s1, s2 = n1, n2
+            else:
+                mbarrier.wait(q_full.index(s), phase)
+                s1, s2 = _products(k1, k2, q_tiles, s, zeros)
+                s1, s2 = warpgroup_mma_wait(num_outstanding=0, deps=[s1, s2])
             p1, p2 = _weights(s1, s2, stats, s, minus_lam, qk_scale, BM, PER_TOKEN, S)
             if CAUSAL:
                 if i < unmasked:
@@ -194,9 +211,16 @@ def _own(
             ds2 = gl.convert_layout(ds2.to(dtype), left_operand_layout(DK))
             if OWN_KEYS:
                 dk2 = warpgroup_mma(ds2, q2, dk2, is_async=True)
-                dv, dk1, dk2 = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk1, dk2])
             else:
                 dk1 = warpgroup_mma(ds2, q2, dk1, is_async=True)
+            if AHEAD:  # the last block of a pair forms its own scores once more, for nothing
+                following = it + (i + BM < n_q).to(gl.int32)
+                mbarrier.wait(q_full.index(following % STAGES), following // STAGES & 1)
+                n1, n2 = _products(k1, k2, q_tiles, following % STAGES, zeros)
+                n1, n2 = warpgroup_mma_wait(num_outstanding=0, deps=[n1, n2])
+            if OWN_KEYS:
+                dv, dk1, dk2 = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk1, dk2])
+            else:
                 dv, dk1 = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk1])
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
@@ -331,16 +355,17 @@ def _gradients(
 def backward_keys(
     q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, dk_out, dv_out, lam, n_q, n_k, blocks,
     side, n_sequences, pairs, groups, qk_scale, scale, BM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, OWNERS: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr,
-    PER_HEAD: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, ROLES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    DV: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr, ROLES: gl.constexpr,
+    REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of `64 * OWNERS` keys. ROLES: the two groups have roles (and one owner)."""
+    """dK and dV of 128 keys, or with ROLES of 64: the two groups share them."""
     block, z = schedule(gl.program_id(0), blocks, n_sequences * groups, side, False)
     group = z % groups
     index = z // groups
     per_group = pairs // groups
-    begin = block * (64 * OWNERS)
+    owners: gl.constexpr = 1 if ROLES else 2
+    begin = block * (64 * owners)
     low = 0
     if CAUSAL:
         low = max(begin - (n_k - n_q), 0) // BM * BM
@@ -349,13 +374,12 @@ def backward_keys(
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, BM, D], q_desc.layout)
     g_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, DV], g_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [branches * OWNERS, 1, 64, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [OWNERS, 1, 64, DV], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [branches * owners, 1, 64, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [owners, 1, 64, DV], v_desc.layout)
     stats = gl.allocate_shared_memory(gl.float32, [5 * STAGES, 1, 1, BM], lse_desc.layout)
-    consumers: gl.constexpr = 2 if ROLES else OWNERS
     q_full = ring(STAGES, 1)
     g_full = ring(STAGES, 1)
-    empty = ring(STAGES, consumers)
+    empty = ring(STAGES, 2)
     kv_full = ring(1, 1).index(0)
     sources = (q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc)
     tiles = (q_tiles, g_tiles, k_tiles, v_tiles, stats)
@@ -382,7 +406,7 @@ def backward_keys(
                 ),
                 (
                     _produce,
-                    (sources, tiles, ready, at, BM, D, DV, OWNERS, OWN_KEYS, PER_TOKEN, STAGES),
+                    (sources, tiles, ready, at, BM, D, DV, owners, OWN_KEYS, PER_TOKEN, STAGES),
                 ),
             ],
             [4, 1], [REGISTERS, 24],
@@ -390,64 +414,29 @@ def backward_keys(
     else:
         fence_async_shared()
         results = (dk_out, dv_out)
-        if OWNERS == 2:
-            gl.warp_specialize(
-                [
+        gl.warp_specialize(
+            [
+                (
+                    _own,
                     (
-                        _own,
-                        (
-                            tiles, ready, at, results, 0, lam, qk_scale, scale, BM, D, DV,
-                            OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES,
-                        ),
+                        tiles, ready, at, results, 0, lam, qk_scale, scale, BM, D, DV,
+                        OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES, AHEAD,
                     ),
+                ),
+                (
+                    _own,
                     (
-                        _own,
-                        (
-                            tiles, ready, at, results, 1, lam, qk_scale, scale, BM, D, DV,
-                            OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES,
-                        ),
+                        tiles, ready, at, results, 1, lam, qk_scale, scale, BM, D, DV,
+                        OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES, AHEAD,
                     ),
+                ),
+                (
+                    _produce,
                     (
-                        _produce,
-                        (
-                            sources, tiles, ready, at, BM, D, DV, OWNERS, OWN_KEYS, PER_TOKEN,
-                            STAGES,
-                        ),
+                        sources, tiles, ready, at, BM, D, DV, owners, OWN_KEYS, PER_TOKEN,
+                        STAGES,
                     ),
-                ],
-                [4, 1], [REGISTERS, 24],
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _own,
-                        (
-                            tiles, ready, at, results, 0, lam, qk_scale, scale, BM, D, DV,
-                            OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES,
-                        ),
-                    ),
-                    (
-                        _own,
-                        (
-                            tiles, ready, at, results, 1, lam, qk_scale, scale, BM, D, DV,
-                            OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES,
-                        ),
-                    ),
-                    (
-                        _own,
-                        (
-                            tiles, ready, at, results, 2, lam, qk_scale, scale, BM, D, DV,
-                            OWN_KEYS, PER_TOKEN, PER_HEAD, CAUSAL, STAGES,
-                        ),
-                    ),
-                    (
-                        _produce,
-                        (
-                            sources, tiles, ready, at, BM, D, DV, OWNERS, OWN_KEYS, PER_TOKEN,
-                            STAGES,
-                        ),
-                    ),
-                ],
-                [4, 4, 1], [REGISTERS, REGISTERS, 24],
-            )  # fmt: skip
+                ),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip

@@ -18,15 +18,15 @@ _LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Keys:
-    """dK and dV. Owners of 64 keys (with roles: one), queries per stage, stages, heads side by
-    side, registers of the warp groups after the first."""
+    """dK and dV of 128 keys, 64 for each warp group, or with roles of 64. Queries per stage,
+    stages, heads side by side, registers of the second group."""
 
-    owners: int
     queries: int
     stages: int
     group: int
     roles: bool = False
     registers: int = 240
+    ahead: bool = False  # scores of the next block under this block's gradients
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Forward:
 
 @dataclass(frozen=True)
 class Tiles:
-    """None: Triton's kernel was measured to be the faster one."""
-
-    keys: Keys | None
-    queries: Queries | None
-    forward: Forward | None = None
+    keys: Keys
+    queries: Queries
+    forward: Forward | None  # None: Triton's kernel, which was not measured to be slower
 
 
 # (d, d_v, own keys). Measurements: docs/kernels.md.
 TILES = {
-    (128, 256, True): Tiles(Keys(1, 64, 2, 3, True, 216), Queries(32, 2, 4)),
-    (64, 128, True): Tiles(Keys(2, 64, 3, 8), Queries(64, 3, 8)),
-    (128, 128, False): Tiles(Keys(2, 64, 3, 6), Queries(64, 3, 8, True)),
-    (64, 64, False): Tiles(Keys(2, 64, 4, 4), Queries(64, 4, 8)),
+    (128, 256, True): Tiles(
+        Keys(64, 2, 3, roles=True, registers=216), Queries(32, 2, 4), Forward(64, 2, 4)
+    ),
+    (64, 128, True): Tiles(Keys(64, 2, 8), Queries(64, 3, 8), Forward(128, 2, 8)),
+    (128, 128, False): Tiles(Keys(64, 2, 6), Queries(64, 2, 8, lean=True), None),
+    (64, 64, False): Tiles(Keys(64, 4, 4, ahead=True), Queries(64, 4, 8), None),
 }
 
 
@@ -106,13 +106,12 @@ def backward_launches(
     dk: Tensor,
     dv: Tensor,
 ) -> list[Launch]:
-    """As `diff_launch.backward_launches`, with Triton's kernels where they are faster."""
+    """As `diff_launch.backward_launches`."""
     batch, n_q, heads, d = q.shape
     n_k, groups, d_v = v.shape[1:]
     pairs = heads // 2
     own_keys = k.shape[2] != groups
-    tiles = TILES[d, d_v, own_keys]
-    *for_keys, for_queries = diff_launch.backward_launches(q, k, v, call, g, lse, delta, dq, dk, dv)
+    keys, queries = TILES[d, d_v, own_keys].keys, TILES[d, d_v, own_keys].queries
     g = g.view(batch, n_q, pairs, d_v)
     arguments = {
         "lam": call.lam,
@@ -132,53 +131,57 @@ def backward_launches(
         "PER_HEAD": call.lam.dim() == 1,
         "CAUSAL": call.right == 0,
     }
-    if tiles.keys is not None:
-        tile = tiles.keys
-        blocks = block_count(n_k, 64 * tile.owners)
-        more = {
-            "q_desc": _descriptor(q, tile.queries),
-            "g_desc": _descriptor(g, tile.queries),
-            "k_desc": _descriptor(k, 64),
-            "v_desc": _descriptor(v, 64),
-            "lse_desc": _statistics(lse, batch, n_q, tile.queries),
-            "delta_desc": _statistics(delta.flatten(0, 1), batch, n_q, tile.queries),
-            "dk_out": dk,
-            "dv_out": dv,
-            "blocks": blocks,
-            "side": tile.group,
-        }
-        switches = {
-            "BM": tile.queries,
-            "OWNERS": tile.owners,
-            "STAGES": tile.stages,
-            "ROLES": tile.roles,
-            "REGISTERS": tile.registers,
-        }
-        grid = (blocks * batch * groups,)
-        for_keys = [Launch(backward_keys, grid, arguments | more, constants | switches, 4, 1)]
-    if tiles.queries is not None:
-        tile = tiles.queries
-        blocks = block_count(n_q, 128)
-        more = {
-            "q_desc": _descriptor(q, 64),
-            "g_desc": _descriptor(g, 64),
-            "k_desc": _descriptor(k, tile.keys),
-            "v_desc": _descriptor(v, tile.keys),
-            "lse": lse,
-            "delta": delta,
-            "pitch": lse.shape[1],
-            "dq_out": dq,
-            "blocks": blocks,
-            "side": tile.group,
-        }
-        switches = {
-            "BN": tile.keys,
-            "STAGES": tile.stages,
-            "LEAN": tile.lean,
-        }
-        grid = (blocks * batch * pairs,)
-        for_queries = Launch(backward_queries, grid, arguments | more, constants | switches, 4, 1)
-    return [*for_keys, for_queries]
+    key_blocks, query_blocks = block_count(n_k, 64 if keys.roles else 128), block_count(n_q, 128)
+    for_keys = {
+        "q_desc": _descriptor(q, keys.queries),
+        "g_desc": _descriptor(g, keys.queries),
+        "k_desc": _descriptor(k, 64),
+        "v_desc": _descriptor(v, 64),
+        "lse_desc": _statistics(lse, batch, n_q, keys.queries),
+        "delta_desc": _statistics(delta.flatten(0, 1), batch, n_q, keys.queries),
+        "dk_out": dk,
+        "dv_out": dv,
+        "blocks": key_blocks,
+        "side": keys.group,
+    }
+    for_queries = {
+        "q_desc": _descriptor(q, 64),
+        "g_desc": _descriptor(g, 64),
+        "k_desc": _descriptor(k, queries.keys),
+        "v_desc": _descriptor(v, queries.keys),
+        "lse": lse,
+        "delta": delta,
+        "pitch": lse.shape[1],
+        "dq_out": dq,
+        "blocks": query_blocks,
+        "side": queries.group,
+    }
+    keys_constants = {
+        "BM": keys.queries,
+        "STAGES": keys.stages,
+        "ROLES": keys.roles,
+        "REGISTERS": keys.registers,
+        "AHEAD": keys.ahead,
+    }
+    queries_constants = {"BN": queries.keys, "STAGES": queries.stages, "LEAN": queries.lean}
+    return [
+        Launch(
+            backward_keys,
+            (key_blocks * batch * groups,),
+            arguments | for_keys,
+            constants | keys_constants,
+            4,
+            1,
+        ),
+        Launch(
+            backward_queries,
+            (query_blocks * batch * pairs,),
+            arguments | for_queries,
+            constants | queries_constants,
+            4,
+            1,
+        ),
+    ]
 
 
 def forward_launch(
