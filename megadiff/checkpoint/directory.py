@@ -96,6 +96,43 @@ def sweep(root: str | Path) -> None:
             shutil.rmtree(path)
 
 
+def remove_all_but(root: str | Path, step: int) -> None:
+    """Delete all checkpoints in `root` but that of `step`."""
+    for other in list_steps(root):
+        if other != step:
+            remove(checkpoint_path(root, other))
+
+
+def give_up_after(step: int, root: Path, spared: set[Path] | None) -> None:
+    """Let the tracker name `step`, or the newest before it; delete what is later.
+
+    None of `spared` is looked at. Nothing is done where later ones are all there is, unless it is
+    None: then the place may become empty.
+    """
+    paths = {s: checkpoint_path(root, s) for s in list_steps(root)}
+    mine = [s for s, path in paths.items() if path not in (spared or ())]
+    kept = [s for s in mine if s <= step]
+    if spared is not None and not kept:
+        return
+    if not kept:
+        (root / TRACKER).unlink(missing_ok=True)
+    elif (root / TRACKER).exists():
+        write_tracker(root, kept[-1])
+    for later in mine[len(kept) :]:
+        remove(paths[later])
+
+
+def try_to_write(root: Path) -> None:
+    """Create `root` if needed. Raises OSError when it cannot be written."""
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / ".probe"
+    with probe.open("w") as file:
+        file.write("x")
+        file.flush()
+        os.fsync(file.fileno())
+    probe.unlink()
+
+
 def read_manifest(path: Path) -> dict[str, dict]:
     """Size and checksum by file name. Raises ValueError when there is no such thing."""
     try:

@@ -56,13 +56,14 @@ def load_local(path: Path, tensors: Tensors, group: dist.ProcessGroup | None = N
 def find_local(
     root: str | Path,
     group: dist.ProcessGroup | None = None,
-    before: int | None = None,
+    among: Callable[[Path], bool] | None = None,
     fits: Callable[[dict[str, dict]], bool] | None = None,
 ) -> Path | None:
     """This rank's part of the newest node-local checkpoint that every rank has whole.
 
     None when there is no such step: a node was lost, ranks have changed places, or their number.
-    `fits` judges the metadata. Raises CheckpointError on all ranks when a place is not readable.
+    `among` judges paths, `fits` the metadata. Raises CheckpointError on all ranks when a place is
+    not readable.
     """
     ranks = Ranks(group)
     mine = local_root(root, ranks)
@@ -72,7 +73,7 @@ def find_local(
         return [
             step
             for step, path in paths.items()
-            if (before is None or step < before)
+            if (among is None or among(path))
             and not layout.damage(path)
             and (metadata := read_metadata(path)).get("local", {}).get("ranks") == ranks.size
             and (fits is None or fits(metadata))

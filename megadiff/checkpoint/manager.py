@@ -6,7 +6,6 @@ rank is an error on all.
 
 import copy
 import logging
-import os
 import shutil
 import threading
 import time
@@ -22,7 +21,7 @@ from megadiff.checkpoint.local import find_local, local_root, own_tensors, save_
 from megadiff.checkpoint.ranks import CheckpointError, Ranks, describe
 from megadiff.checkpoint.staging import HostBuffers
 from megadiff.checkpoint.state import Tensors
-from megadiff.checkpoint.storage import save
+from megadiff.checkpoint.storage import read_metadata, save
 
 logger = logging.getLogger(__name__)
 _PATIENCE = timedelta(hours=1)  # of a rank that waits for a slower one's writing
@@ -33,19 +32,19 @@ def find_checkpoint(
     step: int | None = None,
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
-    before: int | None = None,
+    among: Callable[[Path], bool] | None = None,
 ) -> Path | None:
     """The checkpoint to load from `root`, the same on all ranks; None when there is none at all.
 
     It is the one that the tracker names or, if that is damaged or the tracker unreadable, the
-    newest whole one, and a warning says so. With `before`, the newest whole one of fewer steps than
-    that, whatever the tracker names. `verify` also compares checksums (all ranks share the
+    newest whole one, and a warning says so. With `among`, the newest whole one that it is true of,
+    whatever the tracker names. `verify` also compares checksums (all ranks share the
     reading). Raises CheckpointError on all ranks when `step` is named and not whole, or when there
     are checkpoints but none is whole.
     """
     root, ranks = Path(root), Ranks(group)
     steps, first, note = ranks.first(
-        f"cannot look for checkpoints in {root}", lambda: _candidates(root, step, before)
+        f"cannot look for checkpoints in {root}", lambda: _candidates(root, step, among)
     )
     if not steps:
         return None
@@ -75,43 +74,53 @@ def find_newest(
     roots: Sequence[str | Path],
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
-    before: int | None = None,
+    among: Callable[[Path], bool] | None = None,
     local: str | Path | None = None,
     fits: Callable[[dict[str, dict]], bool] | None = None,
 ) -> Path | None:
     """The one with the latest step among what `find_checkpoint` finds in each of `roots`.
 
     A place where nothing is whole is told of and passed over while another has a whole checkpoint.
-    With `local`, also what `find_local` finds there with `fits`.
+    With `local`, also what `find_local` finds there. What is not in the first of `roots` is only
+    taken when `fits` is true of its metadata.
     """
     found: list[Path] = []
     errors: list[CheckpointError] = []
+    ranks = Ranks(group)
     for root in roots:
         try:
-            path = find_checkpoint(root, verify=verify, group=group, before=before)
-            found += [] if path is None else [path]
+            path = find_checkpoint(root, verify=verify, group=group, among=among)
+            if path is None:
+                continue
+            if root is not roots[0] and fits is not None:
+                judge = lambda path=path: fits(read_metadata(path))  # noqa: E731
+                if not ranks.first(f"cannot read {path}", judge):
+                    if ranks.rank == 0:
+                        logger.warning("%s is of another run; looking elsewhere", path)
+                    continue
+            found.append(path)
         except CheckpointError as error:
             errors.append(error)
     if local is not None:
-        path = find_local(local, group, before, fits)
+        path = find_local(local, group, among, fits)
         found += [] if path is None else [path]
     if errors and not found:
         raise errors[0]
     for error in errors:
-        if Ranks(group).rank == 0:
+        if ranks.rank == 0:
             logger.warning("%s; looking elsewhere", error)
     return max(found, key=lambda path: layout.step_of(path), default=None)
 
 
 def _candidates(
-    root: Path, step: int | None, before: int | None
+    root: Path, step: int | None, among: Callable[[Path], bool] | None
 ) -> tuple[list[int], int | None, str]:
     """Steps to try in this order, the one that is meant, and a remark on the tracker."""
     if step is not None:
         return [step], step, ""
     steps = layout.list_steps(root)[::-1]
-    if before is not None:
-        steps = [s for s in steps if s < before]
+    if among is not None:
+        steps = [s for s in steps if among(layout.checkpoint_path(root, s))]
         return steps, steps[0] if steps else None, ""
     if not steps:
         if (root / layout.TRACKER).exists():
@@ -142,10 +151,12 @@ class CheckpointManager:
     every rank writes all it holds and no other rank reads.
 
     With `background`, training waits only until its tensors are copied to host memory; a thread
-    with a gloo group of its own writes them. `proven` is the step that the run was resumed from,
-    which retention spares: it is known to load. All ranks make it together, and use it as a context
-    that waits at its end for what is still being written. Raises CheckpointError on all ranks when
-    `root` cannot be written.
+    with a gloo group of its own writes them. `proven` is the step in these places that the run was
+    resumed from, which retention spares: it is known to load. What else is there at the start and
+    is later (all, without `proven`) is of other runs, and `go_back` lets it alone.
+
+    All ranks make it together, and use it as a context that waits at its end for what is still
+    being written. Raises CheckpointError on all ranks when `root` cannot be written.
     """
 
     def __init__(
@@ -172,13 +183,22 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._report: str | None = None
+        self._of_others: set[Path] = set()
         self._ranks.first(
-            f"cannot save checkpoints in {self.root}", lambda: _try_to_write(self.root)
+            f"cannot save checkpoints in {self.root}", lambda: self._enter_place(self.root)
         )
         if self.second is not None:
             place = self.second
             on = self._ranks.all if local else self._ranks.first
-            on(f"cannot save checkpoints in {place}", lambda: _try_to_write(place))
+            on(f"cannot save checkpoints in {place}", lambda: self._enter_place(place))
+
+    def _enter_place(self, root: Path) -> None:
+        layout.try_to_write(root)
+        self._of_others |= {
+            layout.checkpoint_path(root, step)
+            for step in layout.list_steps(root)
+            if self._proven is None or step > self._proven
+        }
 
     def reserve(self, tensors: Tensors) -> None:
         """Allocate now the host memory that the first background save would have to wait for."""
@@ -203,6 +223,7 @@ class CheckpointManager:
         self._join()
         root, buffers = self.second if second else self.root, self._buffers
         assert root is not None, "there is no second place"
+        self._of_others.discard(layout.checkpoint_path(root, step))
         if second and self._local:
             tensors = own_tensors(tensors)
         if buffers is None:
@@ -275,9 +296,8 @@ class CheckpointManager:
         start = time.perf_counter()
         if self._local and root == self.second:
             self._ranks.all(what, lambda: save_local(root, step, tensors, metadata, self._ranks))
-            for old in layout.list_steps(root):  # now that every rank has this one
-                if old != step:
-                    layout.remove(layout.checkpoint_path(root, old))
+            # now that every rank has this one
+            self._ranks.all(what, lambda: layout.remove_all_but(root, step))
             return
         self._ranks.first(what, lambda: layout.sweep(root))
         try:
@@ -299,21 +319,23 @@ class CheckpointManager:
     def go_back(
         self, before: int, fits: Callable[[dict[str, dict]], bool] | None = None
     ) -> Path | None:
-        """The newest whole checkpoint of fewer than `before` steps, to go on from, if there is one.
+        """This run's newest whole checkpoint of fewer than `before` steps, if there is one.
 
-        Later ones, of what is given up, are deleted. `fits`: see `find_local`. Raises
+        Later ones, of what is given up, are deleted. `fits`: see `find_newest`. Raises
         CheckpointError.
         """
         self._join()
+
+        def among(path: Path) -> bool:
+            return layout.step_of(path) < before and path not in self._of_others
+
         places, local = [self.root], None
         if self.second is not None and self._local:
             local = self.second.parent
         elif self.second is not None:
             places.append(self.second)
         try:
-            path = find_newest(
-                places, group=self._ranks.group, before=before, local=local, fits=fits
-            )
+            path = find_newest(places, group=self._ranks.group, among=among, local=local, fits=fits)
         except CheckpointError as error:
             logger.warning("%s", error)
             return None
@@ -321,11 +343,11 @@ class CheckpointManager:
             return None
         step = self._proven = layout.step_of(path)
         what = "cannot go back to an earlier checkpoint"
-        self._ranks.first(what, lambda: _give_up_after(step, self.root, keep_one=True))
+        self._ranks.first(what, lambda: layout.give_up_after(step, self.root, self._of_others))
         if self.second is not None:
             place = self.second
             on = self._ranks.all if self._local else self._ranks.first
-            on(what, lambda: _give_up_after(step, place, keep_one=False))
+            on(what, lambda: layout.give_up_after(step, place, None))
         return path
 
     def _publish(self, root: Path, step: int) -> None:
@@ -340,30 +362,3 @@ class CheckpointManager:
         for old in layout.expired(whole, last, every):
             if old not in (step, self._proven):
                 layout.remove(paths[old])
-
-
-def _give_up_after(step: int, root: Path, keep_one: bool) -> None:
-    """Let the tracker name `step`, or the newest before it; delete what is later.
-
-    Unless that is all there is and `keep_one`.
-    """
-    steps = layout.list_steps(root)
-    kept = [s for s in steps if s <= step]
-    if keep_one and not kept:
-        return
-    if not kept:
-        (root / layout.TRACKER).unlink(missing_ok=True)
-    elif (root / layout.TRACKER).exists():
-        layout.write_tracker(root, kept[-1])
-    for later in steps[len(kept) :]:
-        layout.remove(layout.checkpoint_path(root, later))
-
-
-def _try_to_write(root: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    probe = root / ".probe"
-    with probe.open("w") as file:
-        file.write("x")
-        file.flush()
-        os.fsync(file.fileno())
-    probe.unlink()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from megadiff.config.options import (
@@ -420,14 +421,25 @@ def _validate_training(config: Config, world_size: int) -> None:
         t,
         "max_consecutive_skipped_iters",
         "loss_spike_sigma_factor",
-        "loss_spike_window",
-        "loss_spike_skip_iters",
     )
     _require(
         t.loss_spike_skip_iters is None
         or (t.loss_spike_sigma_factor is not None and config.checkpoint.save is not None),
         "--loss-spike-skip-iters needs --loss-spike-sigma-factor, and --save: without checkpoints "
         "there is nothing to go back to",
+    )
+    _require(
+        t.loss_spike_skip_iters is None or t.loss_spike_skip_iters >= 2,
+        f"--loss-spike-skip-iters {t.loss_spike_skip_iters} is less than 2, the step before a "
+        "spike and the spike's own",
+    )
+    _require(
+        t.loss_spike_window >= 4,
+        f"--loss-spike-window {t.loss_spike_window} is too few for a median deviation; 4 or more",
+    )
+    _require(
+        all(step > 0 for step in t.iterations_to_skip),
+        f"--iterations-to-skip {min(t.iterations_to_skip, default=1)}: steps count from 1",
     )
     _validate_checkpoint(config.checkpoint)
 
@@ -454,6 +466,13 @@ def _validate_checkpoint(c: CheckpointConfig) -> None:
         c.non_persistent_save_interval is None or given == 1,
         "--non-persistent-save-interval needs --non-persistent-global-ckpt-dir or "
         "--non-persistent-local-ckpt-dir",
+    )
+    _require(
+        all(
+            c.save is None or p is None or Path(p).resolve() != Path(c.save).resolve()
+            for p in places
+        ),
+        f"--save {c.save} is the second place too, which holds only the last checkpoint",
     )
 
 

@@ -120,15 +120,15 @@ def find(config: Config, env: Environment) -> Saved | None:
         return None
     if Path(settings.load).is_file():
         raise CheckpointError(f"--load {settings.load} is a file; give the folder of checkpoints")
-    if settings.ckpt_step is not None:
+    if settings.ckpt_step is not None or settings.finetune:
         path = find_checkpoint(settings.load, settings.ckpt_step, group=env.control)
     else:
         places = [settings.load, settings.non_persistent_global_ckpt_dir]
         path = find_newest(
             [place for place in places if place is not None],
             group=env.control,
-            local=settings.non_persistent_local_ckpt_dir,
-            fits=lambda metadata: same_split(metadata, config),
+            local=settings.non_persistent_local_ckpt_dir if settings.load_optim else None,
+            fits=lambda metadata: fits_second(metadata, config),
         )
     if path is None:
         if settings.exit_on_missing_checkpoint:
@@ -142,6 +142,19 @@ def find(config: Config, env: Environment) -> Saved | None:
             "it was saved with, or start a run of its own without --load"
         )
     return saved
+
+
+def fits_second(metadata: dict[str, dict[str, Any]], config: Config) -> bool:
+    """Whether what is in a second place was saved by this run, whose `--save` names it.
+
+    A node-local one must also be of the same split.
+    """
+    c = config.checkpoint
+    saved = metadata.get("config", {}).get("checkpoint", {}).get("save")
+    mine = {Path(place).resolve() for place in (c.load, c.save) if place is not None}
+    if saved is None or Path(saved).resolve() not in mine:
+        return False
+    return "local" not in metadata or same_split(metadata, config)
 
 
 def same_split(metadata: dict[str, dict[str, Any]], config: Config) -> bool:

@@ -58,6 +58,11 @@ class StepWatch:
                 self._in_spike = spike is not None
         return spikes
 
+    def forget(self) -> None:
+        """The run went back: what was judged is given up."""
+        self.bad.clear()
+        self._in_spike = False
+
     @property
     def too_many_bad(self) -> bool:
         return len(self.bad) >= self.config.training.max_consecutive_skipped_iters

@@ -17,7 +17,7 @@ from megadiff.training.checkpointing import Progress
 from megadiff.training.data import Batches, RunData
 from megadiff.training.engine import Engine
 from megadiff.training.errors import NotFiniteError
-from megadiff.training.faults import StepWatch, passed_over, window_to_skip
+from megadiff.training.faults import Spike, StepWatch, passed_over, window_to_skip
 from megadiff.training.log import RunLog
 from megadiff.training.nonfinite import first_origin, report, watch_modules
 from megadiff.training.setup import Environment
@@ -118,18 +118,25 @@ def step(run: Run, progress: Progress, interval: metrics.Interval) -> str | None
 
 
 def judge(run: Run, progress: Progress, outcomes: list[metrics.Outcome]) -> bool:
-    """Look at steps that were read; whether the run went back to before one of them."""
+    """Look at steps that were read; whether the run went back to before one of them.
+
+    Going back comes before the end by steps that are not finite, which often follow a spike.
+    """
     spikes = run.watch.judge(outcomes, progress)
-    if run.watch.too_many_bad:
-        raise explain(run)
     for spike in spikes:
         run.log.line(f" {spike}")
         run.log.record("loss_spike", spike.step.iteration, {"lm_loss": spike.step.loss})
     skip = run.config.training.loss_spike_skip_iters
-    if not spikes or skip is None:
-        return False
-    window = window_to_skip(spikes[0], skip)
-    found = run.go_back(spikes[0].step.iteration - 1)
+    went_back = bool(spikes) and skip is not None and go_back(run, progress, spikes[0], skip)
+    if run.watch.too_many_bad:
+        raise explain(run)
+    return went_back
+
+
+def go_back(run: Run, progress: Progress, spike: Spike, skip: int) -> bool:
+    """To the newest checkpoint before `spike`, to pass over the data of `skip` steps, if any."""
+    window = window_to_skip(spike, skip)
+    found = run.go_back(spike.step.iteration - 1)
     if found is None:
         run.log.line(" there is no whole checkpoint from before it; the run goes on")
         return False
@@ -140,6 +147,7 @@ def judge(run: Run, progress: Progress, outcomes: list[metrics.Outcome]) -> bool
     progress.skipped_windows.append(list(window))
     progress.iteration, progress.consumed_samples = found.iteration, found.consumed_samples
     progress.recent_losses = found.recent_losses
+    run.watch.forget()
     return True
 
 

@@ -1,6 +1,7 @@
 """A whole run, from its configuration to its end."""
 
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -93,7 +94,7 @@ def pretrain(config: Config) -> str:
         def go_back(before: int) -> Progress | None:
             if manager is None:
                 return None
-            path = manager.go_back(before, lambda m: checkpointing.same_split(m, config))
+            path = manager.go_back(before, lambda m: checkpointing.fits_second(m, config))
             if path is None:
                 return None
             found = checkpointing.read(path)
@@ -130,12 +131,16 @@ def open_manager(
 ) -> CheckpointManager:
     """The keeper of `--save`. Raises CheckpointError on all ranks when it cannot be written to."""
     assert settings.save is not None
+    same = (
+        settings.load is not None and Path(settings.load).resolve() == Path(settings.save).resolve()
+    )
+    follows = saved is not None and same and not settings.finetune
     return CheckpointManager(
         settings.save,
         keep_last=settings.keep_last_n_checkpoints,
         keep_every=settings.save_retain_interval,
         background=settings.async_save,
-        proven=None if saved is None else saved.progress.iteration,
+        proven=saved.progress.iteration if saved is not None and follows else None,
         second=settings.non_persistent_global_ckpt_dir or settings.non_persistent_local_ckpt_dir,
         local=settings.non_persistent_local_ckpt_dir is not None,
     )

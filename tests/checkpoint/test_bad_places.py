@@ -53,16 +53,16 @@ def test_a_directory_of_another_user(tmp_path):
 
 RUN_AS_NOBODY = """
 import os, sys
-from megadiff.checkpoint import manager
+from megadiff.checkpoint import directory
 
-try_to_write = manager._try_to_write
+try_to_write = directory.try_to_write
 
 def as_nobody(root):
     if os.geteuid() == 0:
         os.seteuid(65534)
     try_to_write(root)
 
-manager._try_to_write = as_nobody
+directory.try_to_write = as_nobody
 
 from megadiff.training.errors import run
 from megadiff.training.pretrain import main

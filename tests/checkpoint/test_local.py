@@ -77,3 +77,27 @@ def test_a_run_resumes_from_the_newest_that_all_ranks_have(
     assert checkpoint_tool(["compare", *ends, "--tolerance", tolerance]) == 0
     logs = [losses(tmp_path / name / "log") for name in ("whole", "parts")]
     assert logs[0] == pytest.approx(logs[1], rel=1e-9 if split else 0)
+
+
+def test_what_another_run_left_in_the_local_place_is_not_loaded(data: str, tmp_path: Path) -> None:
+    """Nor does a run that wants weights alone look there."""
+
+    def arguments(name: str, *more: str) -> list[str]:
+        places = ["--save", str(tmp_path / name), "--log-dir", str(tmp_path / f"{name}.log")]
+        places += ["--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+        every = ["--non-persistent-save-interval", "4", "--eval-iters", "0"]
+        return flags(data, *every, *places, *more)
+
+    train(arguments("first"))
+    assert list_steps(tmp_path / "local/rank_00000") == [4]
+    shutil.rmtree(checkpoint_path(tmp_path / "first", 6))
+    save_at_two = ["--exit-interval", "2", "--train-iters", "6"]
+    train(arguments("other", "--load", str(tmp_path / "other"), *save_at_two))
+    assert list_steps(tmp_path / "other") == [2]  # it began anew
+    (tmp_path / "first/latest_checkpointed_iteration.txt").unlink()
+    for weights_only in ("--no-load-optim", "--finetune"):
+        shutil.copytree(checkpoint_path(tmp_path / "other", 2), tmp_path / "first/iter_0000002")
+        train(arguments("first", "--load", str(tmp_path / "first"), weights_only))
+        text = (tmp_path / "first.log/log.txt").read_text()
+        assert f"{tmp_path / 'first/iter_0000002'}" in text
+        shutil.rmtree(tmp_path / "first")

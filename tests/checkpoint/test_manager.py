@@ -184,6 +184,32 @@ def test_going_back_gives_up_what_is_later(tmp_path):
     assert list_steps(first) == [2, 5]
 
 
+def test_going_back_leaves_the_checkpoints_of_other_runs_alone(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_steps(first, 2, 4, 20)
+    save_steps(second, 6)
+    fresh = CheckpointManager(first, second=second)  # nothing was loaded
+    assert fresh.go_back(10) is None
+    fresh.save(3, tensors(3), {})
+    assert fresh.go_back(10) == checkpoint_path(first, 3)
+    assert list_steps(first) == [2, 3, 4, 20] and read_tracker(first) == 3
+    resumed = CheckpointManager(first, proven=3)
+    resumed.save(5, tensors(5), {})
+    assert resumed.go_back(5) == checkpoint_path(first, 3)
+    assert list_steps(first) == [2, 3, 4, 20]
+    assert resumed.go_back(3) == checkpoint_path(first, 2)  # from before it was resumed
+
+
+def test_a_second_place_of_another_run_is_passed_over(tmp_path, caplog):
+    first, second = tmp_path / "first", tmp_path / "second"
+    CheckpointManager(first).save(1, tensors(1), {"run": {"name": "mine"}})
+    CheckpointManager(second).save(2, tensors(2), {"run": {"name": "other"}})
+    for name, expected in [("other", second / "iter_0000002"), ("mine", first / "iter_0000001")]:
+        found = find_newest([first, second], fits=lambda m, name=name: m["run"]["name"] == name)
+        assert found == expected
+    assert f"{second / 'iter_0000002'} is of another run" in caplog.text
+
+
 def test_a_lost_or_damaged_second_place_is_passed_over(tmp_path, caplog):
     first, second = tmp_path / "first", tmp_path / "second"
     manager = CheckpointManager(first, second=second)

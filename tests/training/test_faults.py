@@ -1,16 +1,20 @@
 """Faults in real trainings: values that are not finite, poisoned data, a slow rank."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from megadiff.config import Config
+from megadiff.config import Config, ConfigError, load_config, validate
 from megadiff.data.loader import BatchLoader
 from megadiff.models.mlp import MLP
+from megadiff.training import loop
 from megadiff.training.checkpointing import Progress
 from megadiff.training.errors import NotFiniteError
 from megadiff.training.faults import Spike, StepWatch, passed_over, window_to_skip
@@ -154,6 +158,41 @@ def test_a_spike_is_measured_by_median_and_median_deviation() -> None:
     assert spike.step.iteration == 6
     assert spike.deviations == pytest.approx(0.75 / 0.14826)
     assert progress.recent_losses == [1.9, 2.2, 2.0, 2.75, 9.0]
+
+
+def test_going_back_from_a_spike_comes_before_the_end_by_what_follows_it() -> None:
+    """After it nothing of the given-up steps counts; without a checkpoint the run ends."""
+    watch = watch_of(
+        loss_spike_sigma_factor=5.0, loss_spike_window=4, max_consecutive_skipped_iters=2,
+        loss_spike_skip_iters=2,
+    )  # fmt: skip
+    run, progress = SimpleNamespace(config=watch.config, watch=watch, log=Mock()), Progress(9, 72)
+    found: list[Progress | None] = [Progress(4, 32, [], [2.0, 2.1, 1.9, 2.0]), None]
+    run.go_back = lambda before: found.pop(0)
+    bad = [outcome(7, 9.0), outcome(8, math.nan, True), outcome(9, math.nan, True)]
+    progress.recent_losses = [2.0, 2.1, 1.9, 2.0]
+    with patch.object(loop, "explain", return_value=NotFiniteError("explained")):
+        assert loop.judge(run, progress, bad)  # pyright: ignore[reportArgumentType]
+        assert (progress.iteration, progress.skipped_windows) == (4, [[40, 56]])
+        assert not watch.bad
+        with pytest.raises(NotFiniteError, match="explained"):
+            loop.judge(run, progress, bad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ("--loss-spike-skip-iters 1", "less than 2, the step before a spike and the spike's own"),
+        ("--loss-spike-window 3", "too few for a median deviation"),
+        ("--iterations-to-skip 3 0", "steps count from 1"),
+        ("--non-persistent-local-ckpt-dir out/../here", "--save here is the second place too"),
+        ("--non-persistent-global-ckpt-dir ./here", "--save here is the second place too"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(argv: str, reason: str) -> None:
+    more = ["--save", "here", "--loss-spike-sigma-factor", "6", *argv.split()]
+    with pytest.raises(ConfigError, match=reason):
+        validate(load_config(flags("data", *more)), 1)
 
 
 def test_the_window_begins_with_the_step_before() -> None:
