@@ -37,10 +37,12 @@ from megadiff.optim.schedule import make_schedule
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import Batches, RunData
 from megadiff.training.engine import NativeEngine
+from megadiff.training.faults import StepWatch
 from megadiff.training.loop import Run, train
 from megadiff.training.metrics import peak_memory
 from megadiff.training.setup import start
 from megadiff.training.stop import StopRequests
+from megadiff.training.straggler import OwnTime
 
 PEAK = 989e12  # dense bfloat16 FLOP/s of an H100 and H200 by their datasheet
 SHAPE = """--num-layers 24 --hidden-size 2048 --kv-channels 128 --ffn-hidden-size 5504
@@ -155,7 +157,8 @@ def measure_ours(model: str, a: argparse.Namespace, flags: list[str]) -> Result:
         engine = NativeEngine(config, env)
         run = Run(
             config, env, engine, size, data, schedule, records, requests,
-            save=lambda *_: None, check_save=lambda: None,
+            save=lambda *_: None, check_save=lambda: None, go_back=lambda _: None,
+            watch=StepWatch(config), own_time=OwnTime(env.device, False),
         )  # fmt: skip
 
         def steps(number: int) -> None:
