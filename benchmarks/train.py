@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.step_budget import Budget, budget_of_step
-from megadiff.config import Config, load_config, validate
+from megadiff.config import MIXER_SYMBOLS, Config, load_config, validate
 from megadiff.data.gpt_dataset import Sample
 from megadiff.models.flops import model_size
 from megadiff.optim.schedule import make_schedule
@@ -50,15 +50,18 @@ SHAPE = """--num-layers 24 --hidden-size 2048 --kv-channels 128 --ffn-hidden-siz
     --bf16 --lr-decay-style constant --lr 1e-4 --eval-iters 0 --log-interval 1000000"""
 QUICK = """--num-layers 2 --hidden-size 64 --kv-channels 16 --ffn-hidden-size 128 --vocab-size 256
     --seq-length 64 --micro-batch-size 2"""
-HEADS = {  # by model: output heads and key/value groups, in units of hidden size / head width
-    "standard": (1, 1),
-    "diff_v1": (1 / 2, 1 / 2),
-    "diff_v2": (1, 1 / 4),
-    "standard_matched": (3 / 2, 1 / 4),  # with DIFF V2's parameters but for its lambda rows
+OURS = {  # pattern of layers; output heads and key/value groups, in units of hidden / head width
+    "standard": ("*", 1, 1),
+    "diff_v1": ("1", 1 / 2, 1 / 2),
+    "diff_v2": ("2", 1, 1 / 4),
+    "standard_matched": ("*", 3 / 2, 1 / 4),  # DIFF V2's parameters but for its lambda rows
+    "delta_net": ("D", 1, 1),
+    "gated_delta_net": ("G", 1, 1),
+    "hybrid": ("DDD2", 1, 1 / 4),
 }
 PEERS = {"hf_llama": "standard", "hf_diffllama": "diff_v1"}  # and the model of ours that it is
 COMPILED = "_compiled"
-MODELS = [*HEADS, *PEERS, *(name + COMPILED for name in PEERS)]
+MODELS = [*OURS, *PEERS, *(name + COMPILED for name in PEERS)]
 
 
 @dataclass
@@ -132,9 +135,13 @@ def configuration(model: str, flags: list[str]) -> Config:
     config = load_config([*SHAPE.split(), *flags])
     m = config.model
     assert m.kv_channels is not None
-    m.token_mixer = model.removesuffix("_matched")  # type: ignore[assignment]
+    pattern, *shares = OURS[model]
+    if len(pattern) == 1:
+        m.token_mixer = MIXER_SYMBOLS[pattern]
+    else:
+        m.hybrid_layer_pattern = pattern
     units = m.hidden_size // m.kv_channels
-    m.num_attention_heads, m.num_query_groups = (round(units * share) for share in HEADS[model])
+    m.num_attention_heads, m.num_query_groups = (round(units * share) for share in shares)
     config.training.train_iters = 1
     validate(config, 1)
     return config
@@ -302,7 +309,7 @@ def main() -> None:
         flush=True,
     )
     for model in a.models:
-        ours = model in HEADS
+        ours = model in OURS
         if not ours and find_spec("transformers") is None:
             print(f"{model:22} needs transformers: pip install 'megadiff[hf]'")
             continue
