@@ -33,7 +33,7 @@ from megadiff.parallel.parameter import initialize
 
 WAYS: dict[str, dict[str, Any]] = {
     "adam": {},
-    "adam_torch": {"adam_kernel": "torch"},
+    "adam_one_pass": {"adam_kernel": "triton"},
     "adam_bf16_gradients": {"accumulate_allreduce_grads_in_fp32": False},
     "adam_kahan": {"main_weights": "kahan"},
     "adam_stochastic": {"main_weights": "stochastic"},

@@ -327,10 +327,10 @@ class OptimizerConfig:
     adam_beta1: float = _option(0.9, "decay of the first moment")
     adam_beta2: float = _option(0.95, "decay of the second moment")
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
-    adam_kernel: Literal["auto", "torch", "apex"] = _option(
+    adam_kernel: Literal["auto", "torch", "apex", "triton"] = _option(
         "auto",
-        "fused AdamW of torch or of NVIDIA Apex; auto is our own for 16-bit parameters on GPUs, "
-        "and times both for others where Apex is installed",
+        "fused AdamW of torch or of NVIDIA Apex; auto times both where Apex is installed; triton "
+        "is our own for 16-bit parameters on GPUs, in one pass over memory",
     )
     sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
     muon_momentum: float = _option(0.95, "decay of Muon's Nesterov momentum")

@@ -93,7 +93,7 @@ class Optimizer:
         self._ranges = [r for shard in self.shards for r in shard.ranges]
         self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
         self._apex: Callable[..., None] | None = None
-        own = config.adam_kernel == "auto"
+        own = config.adam_kernel == "triton"
         self._one_pass = [s for s in self.shards if own and s.in_one_pass]
         self._others = [s for s in self.shards if s not in self._one_pass]
         others = [r for shard in self._others for r in shard.ranges]
@@ -130,8 +130,9 @@ class Optimizer:
         """
         asked = self.config.adam_kernel
         kernel = find_apex_adam()
-        if asked == "torch" or kernel is None:
-            return "AdamW: torch's kernel" + ("" if asked == "torch" else f"; {NOT_INSTALLED}")
+        if asked in ("torch", "triton") or kernel is None:
+            reason = f"; {NOT_INSTALLED}" if asked in ("auto", "apex") else ""
+            return "AdamW: torch's kernel" + reason
         self._apex = kernel
         if asked == "apex":
             return "AdamW: NVIDIA Apex's kernel"

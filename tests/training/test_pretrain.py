@@ -158,9 +158,9 @@ class TestRefusals:
         file.write_bytes(file.read_bytes()[keep])
         self.refused(DataError, words, flags(prefix))
 
-    def test_of_a_split_without_a_sample(self, data: str) -> None:
-        argv = flags(data, "--split", "999,1,0")
-        self.refused(DataError, "valid.* --split", argv)
+    def test_of_a_split_without_a_training_sample(self, data: str) -> None:
+        argv = flags(data, "--split", "1,999,0")
+        self.refused(DataError, "train.* --split", argv)
 
     def test_of_a_run_without_data(self) -> None:
         argv = [f for f in flags("nothing") if f not in ("--data-path", "nothing")]
