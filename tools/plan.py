@@ -85,16 +85,22 @@ def apply(split: Split, config: Config, gpus: int) -> Config:
 
 
 def splits(config: Config, gpus: int) -> Iterator[Split]:
-    """The valid splits, the cheapest first. Tensor parallelism stays within a node of eight."""
-    found = []
+    """The valid splits, the cheapest first. Tensor parallelism stays within a node of eight.
+
+    Raises ConfigError when there is none, for the simplest one's reason.
+    """
+    found, refused = [], None
     micro = [2**i for i in range(config.training.micro_batch_size.bit_length())]
     for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (None, "selective", "full"), micro):
         split = Split(*sizes)
         try:
             apply(split, config, gpus)
-        except ConfigError:
+        except ConfigError as error:
+            refused = refused or error
             continue
         found.append(split)
+    if not found and refused is not None:
+        raise refused
     yield from sorted(found, key=lambda split: split.cost(config, gpus))
 
 
@@ -118,17 +124,27 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--memory", type=float, default=80, help="GB of one GPU [80]")
     arguments, flags = parser.parse_known_args(words)
+    if min(arguments.gpus) < 1 or not arguments.memory > 0:
+        parser.error("--gpus and --memory must be positive")
     try:
         config = load_config(flags)
         config.training.train_iters = config.training.train_iters or 1
-        for gpus in arguments.gpus:
-            found = plan(config, gpus, arguments.memory * 1e9)
-            told = f"{found[1]}\n  {found[0].flags()}" if found else "no split fits"
-            print(f"{gpus} GPUs: {told}", flush=True)
+        if config.training.deepspeed:
+            raise ConfigError("the estimate is of the native engine: leave out --deepspeed")
+        if config.training.global_batch_size is None or config.training.micro_batch_size < 1:
+            raise ConfigError("splits need a --global-batch-size and a positive --micro-batch-size")
     except ConfigError as error:
         print(f"plan: error: {error}", file=sys.stderr)
         return 1
-    return 0
+    status = 0
+    for gpus in arguments.gpus:
+        try:
+            found = plan(config, gpus, arguments.memory * 1e9)
+            told = f"{found[1]}\n  {found[0].flags()}" if found else "no split fits"
+        except ConfigError as error:
+            told, status = f"no split is valid: {error}", 1
+        print(f"{gpus} GPUs: {told}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} is not a JSON object")
     for section in ("optimizer", "scheduler"):
         if section in settings:
             raise ConfigError(
@@ -77,7 +79,9 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
         }
     for key, value in wanted.items():
         _fill(settings, key, value, path)
-    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    stage = _section(settings, "zero_optimization", path).setdefault("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise ConfigError(f"{path}: zero_optimization.stage is {stage!r}, not 0, 1, 2 or 3")
     if stage == 0 and t.dtype != "float32" and config.parallel.tensor_model_parallel_size > 1:
         raise ConfigError(  # seen in 0.19.8; at stage 1 and above, and in float32, it is right
             f"{path}: at ZeRO stage 0 in 16 bits DeepSpeed's gradient norm leaves out the tensor "
@@ -91,14 +95,21 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
     return settings
 
 
+def _section(settings: dict[str, Any], name: str, path: str) -> dict[str, Any]:
+    section = settings.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: {name} is {section!r}, not an object")
+    return section
+
+
 def _fill(settings: dict[str, Any], key: str, value: Any, path: str) -> None:
     *sections, name = key.split(".")
     for section in sections:
-        settings = settings.setdefault(section, {})
+        settings = _section(settings, section, path)
     found = settings.get(name, "auto")
     if found not in ("auto", value):
         raise ConfigError(
-            f'{path}: {key} is {found}, but the configuration says {value}; write "auto"'
+            f'{path}: {key} is {found!r}, but the configuration says {value}; write "auto"'
         )
     settings[name] = value
 
@@ -164,7 +175,7 @@ class DeepSpeedEngine:
                 sharded and env.mesh.tp.size > 1
             )
         settings = read_settings(config, env.mesh.world_size)
-        self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
+        self.stage: int = settings["zero_optimization"]["stage"]
         if self.stage == 0 and config.training.bf16:
             logger.info(
                 "DeepSpeed accumulates gradients in bfloat16 at ZeRO stage 0; 1 uses float32"

@@ -12,6 +12,7 @@ that only DeepSpeed writes them: on as many ranks as will read them, each holdin
 import json
 import math
 import pickle
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ from megadiff.parallel.parameter import record_of
 from megadiff.training import checkpointing
 from megadiff.training.deepspeed import DeepSpeedEngine, optimizer_groups
 from megadiff.training.setup import start, world_size
-from megadiff.training.zero_state import scaler_state
+from megadiff.training.zero_state import scaler_state, state_keys
 
 
 class _Record:
@@ -59,16 +60,18 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
 
     `path` is what `save_checkpoint` was given, or a tag in it; `config` describes the model and its
     precision, and gets the split. Raises CheckpointError when they do not fit together, or when a
-    file names anything but tensors and plain data.
+    file names anything but tensors and plain data, or is of another step than the others.
     """
     folder = path
-    if (path / "latest").is_file():
-        folder = path / (path / "latest").read_text(encoding="utf-8").strip()
     try:
+        if (path / "latest").is_file():
+            folder = path / (path / "latest").read_text(encoding="utf-8").strip()
         first = _load(_model_file(folder, 0))
         tp, dp = int(first["mp_world_size"]), int(first["dp_world_size"])
         steps, skipped = int(first["global_steps"]), int(first["skipped_steps"])
         samples = int(first["global_samples"])
+        if min(tp, dp) < 1 or not 0 <= skipped <= steps:
+            raise ValueError(f"{tp} x {dp} ranks, {steps} steps, {skipped} of them skipped")
         config.parallel.tensor_model_parallel_size = tp
         config.training.train_iters = config.training.train_iters or max(steps, 1)
         validate(config, tp * dp)
@@ -78,10 +81,12 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
             mesh = ParallelMesh(tp=Axis(rank=rank, size=tp))
             dtype = getattr(torch, config.training.dtype)
             model = build_model(config, mesh, dtype=dtype, device="meta")
-            scalars |= _read_rank(folder, rank, dp, model, config, tensors)
+            scalars |= _read_rank(folder, rank, dp, steps, model, config, tensors)
     except (CheckpointError, ConfigError):
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+    except (
+        LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError, ArithmeticError
+    ) as error:  # fmt: skip
         reason = f"there is no {error}" if isinstance(error, KeyError) else describe(error)
         raise CheckpointError(f"cannot read {folder} as DeepSpeed's: {reason}") from error
     metadata = {
@@ -100,6 +105,10 @@ def _load(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         reason = str(error).split("GLOBAL ")[-1].split(" was not")[0].split("\n")[0]
         raise CheckpointError(f"{path} holds more than tensors and plain data: {reason}") from None
+    except FileNotFoundError:
+        raise
+    except (EOFError, OSError, RuntimeError) as error:  # cut off, or another format
+        raise CheckpointError(f"{path} is damaged: {describe(error).split('. ')[0]}") from None
 
 
 def _model_file(folder: Path, rank: int) -> Path:
@@ -115,10 +124,13 @@ def _model_file(folder: Path, rank: int) -> Path:
 
 
 def _read_rank(
-    folder: Path, rank: int, dp: int, model: Model, config: Config, tensors: Tensors
+    folder: Path, rank: int, dp: int, steps: int, model: Model, config: Config, tensors: Tensors
 ) -> dict[str, float]:
     """Add what one tensor-parallel rank holds to `tensors`; returns its loss scale, if any."""
-    state = _load(_model_file(folder, rank))
+    files = [_model_file(folder, rank)]
+    state = _load(files[0])
+    if state["global_steps"] != steps:
+        raise ValueError(f"{files[0].name} is of step {state['global_steps']}, others of {steps}")
     parameters = dict(model.chunks[0].named_parameters())
     odd = state["module"].keys() ^ model.chunks[0].state_dict().keys()
     if odd:
@@ -131,6 +143,13 @@ def _read_rank(
         if not files[0].is_file():  # of bfloat16
             files = [folder / f"bf16_{file.name}" for file in files]
         optimizers = [_load(file)["optimizer_state_dict"] for file in files]
+    updates = steps - int(state["skipped_steps"])
+    for file, optimizer in zip(files, optimizers, strict=True):
+        for inner in _inner(optimizer).values():
+            if int(inner.get("step", updates)) != updates:  # SGD counts none
+                raise ValueError(
+                    f"{file.name} is of update {int(inner['step'])}, the model of {updates}"
+                )
     sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO 3: the files hold no weights but these
     if stage0:
         fragments = _whole(optimizers[0], model, config)
@@ -140,11 +159,11 @@ def _read_rank(
         fragments = _parts_of_groups(optimizers)
     dtype = getattr(torch, config.training.dtype)
     wide = {name for name, p in parameters.items() if p.dtype != dtype}
-    covered: Counter[str] = Counter()
+    covered: Counter[tuple[str, str]] = Counter()
     for name, key, begin, values in fragments:
         parameter, end = parameters[name], begin + values.numel()
         main = key == "main_weight"
-        covered[name] += values.numel() if main else 0
+        covered[name, key] += values.numel()
         for section, piece in flat_pieces(
             record_of(parameter), parameter.shape, begin, end, values.detach()
         ):
@@ -160,9 +179,16 @@ def _read_rank(
                 )
                 whole = ShardedTensor(section.shape, parameter.dtype)
                 tensors.setdefault(section.name, whole).pieces.append(weight)
+    needed = list(state_keys(config.optimizer)) if updates else []
+    if not stage0 or dtype != torch.float32:
+        needed.append("main_weight")
     for name, parameter in parameters.items():
-        if covered[name] != parameter.numel() and (covered[name] or not stage0):
-            raise ValueError(f"{covered[name]} of {parameter.numel()} elements of {name} are there")
+        for key in needed:
+            if covered[name, key] != parameter.numel():
+                raise ValueError(
+                    f"{covered[name, key]} of {parameter.numel()} elements of {name}'s {key} are "
+                    "there"
+                )
         if sharded or name in wide:
             continue
         weight = state["module"][name].detach()
@@ -187,6 +213,13 @@ Fragment = tuple[str, str, int, Tensor]
 """A parameter's name, what it is (main_weight, exp_avg, ...), its first element, the values."""
 
 
+def _inner(optimizer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The state of torch's optimizer, by the number of the tensor."""
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        optimizer = optimizer.get(key, optimizer)
+    return optimizer["state"]
+
+
 def _states(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The moments of one tensor in a torch optimizer's state: all but its step."""
     for key, values in state.items():
@@ -200,7 +233,7 @@ def _whole(optimizer: dict[str, Any], model: Model, config: Config) -> Iterator[
     groups = optimizer_groups(model, config.optimizer)
     order = [names[parameter] for members in groups.values() for parameter in members]
     mains = [main for group in optimizer.get("fp32_groups", []) for main in group]
-    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    states = _inner(optimizer)
     for index, name in enumerate(order):
         if mains:
             yield name, "main_weight", 0, mains[index].view(-1)
@@ -213,7 +246,7 @@ def _parts_of_groups(optimizers: list[dict[str, Any]]) -> Iterator[Fragment]:
     begin: Counter[str] = Counter()
     for optimizer in optimizers:
         mains = optimizer["single_partition_of_fp32_groups"]
-        states = optimizer["base_optimizer_state"]["state"]
+        states = _inner(optimizer)
         for group, addresses in enumerate(optimizer["param_slice_mappings"]):
             flat = {"main_weight": mains[group], **dict(_states(states.get(group, {})))}
             for name, address in addresses.items():
@@ -227,7 +260,7 @@ def _parts_of_parameters(
 ) -> Iterator[Fragment]:
     """ZeRO 3: each data rank has an even part of every parameter, the last one with padding."""
     for rank, optimizer in enumerate(optimizers):
-        states = optimizer["optimizer_state_dict"]["state"]
+        states = _inner(optimizer)
         mains = optimizer["fp32_flat_groups"]
         for group, members in enumerate(shapes):
             flat = {"main_weight": mains[group], **dict(_states(states.get(group, {})))}
@@ -271,6 +304,10 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
     theirs.global_steps, theirs.global_samples = progress.iteration, progress.consumed_samples
     theirs.skipped_steps = engine.optimizer.steps - engine.optimizer.updates
     unfinished = output.with_name(f".saving_{output.name}")
+    if env.is_main and unfinished.exists():  # of a try that failed, maybe with other ranks
+        shutil.rmtree(unfinished)
+    if dist.is_initialized():
+        dist.barrier(group=env.control)
     theirs.save_checkpoint(str(unfinished), tag=f"global_step{progress.iteration}")
     if dist.is_initialized():
         dist.barrier(group=env.control)

@@ -6,11 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.config import Config
+from megadiff.config import Config, OptimizerConfig
 from megadiff.optim.shards import StatePiece
 from megadiff.parallel.mesh import ParallelMesh
 
-STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+def state_keys(config: OptimizerConfig) -> tuple[str, ...]:
+    """What torch's optimizer keeps of each weight."""
+    if config.optimizer == "adam":
+        return "exp_avg", "exp_avg_sq"
+    return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 class ZeroState:
@@ -34,9 +39,7 @@ class ZeroState:
         self.wide = wide
         self.steps = self.updates = 0  # all of them, and those that were not skipped
         self.main_weights = config.training.dtype != "float32"
-        self.keys = STATE_KEYS[config.optimizer.optimizer]
-        if config.optimizer.optimizer == "sgd" and not config.optimizer.sgd_momentum:
-            self.keys = ()
+        self.keys = state_keys(config.optimizer)
         self.inner = self.zero if self._plain else self.zero.optimizer
         for tensor in self._state_tensors():
             state = self.inner.state[tensor]

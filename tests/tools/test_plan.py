@@ -70,5 +70,28 @@ def test_the_tool_prints_flags(capsys):
     assert "2 GPUs: " in printed and "GB (weights" in printed and "--micro-batch-size " in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpus", "7", "8"], "7 GPUs: no split is valid: --global-batch-size"),
+        (["--num-attention-heads", "7"], "no split is valid: --num-attention-heads 7"),
+        (["--deepspeed"], "leave out --deepspeed"),
+        (["--micro-batch-size", "0"], "a positive --micro-batch-size"),
+    ],
+)
+def test_what_no_split_can_mend_is_told(words, told, capsys):
+    assert main(["--config", str(CONFIGS / "125M" / "diff_v2.yaml"), *words]) == 1
+    printed = capsys.readouterr()
+    assert told in printed.out + printed.err
+    assert ("8 GPUs: 15.73 GB" in printed.out) == ("7" in words and "8" in words)
+
+
+@pytest.mark.parametrize("words", [["--gpus", "0"], ["--gpus", "-8"], ["--memory", "nan"]])
+def test_no_gpus_and_no_memory_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "must be positive" in capsys.readouterr().err
+
+
 if __name__ == "__main__":
     write_table()

@@ -297,3 +297,23 @@ def test_auto_and_missing_values_are_filled():
     assert settings["train_micro_batch_size_per_gpu"] == 2
     assert settings["gradient_clipping"] == 0.5
     assert settings["zero_optimization"] == {"stage": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "is not a JSON object"),
+        ('{"bf16": true}', "bf16 is True, not an object"),
+        ('{"zero_optimization": 3}', "zero_optimization is 3, not an object"),
+        ('{"zero_optimization": {"stage": "auto"}}', "stage is 'auto', not 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": 7}}', "stage is 7, not 0, 1, 2 or 3"),
+        ('{"train_batch_size": "8"}', "train_batch_size is '8', but the configuration says 8"),
+    ],
+)
+def test_a_malformed_file_is_told(tmp_path, text, message):
+    file = tmp_path / "zero.json"
+    file.write_text(text)
+    config = config_of(None, 1, "--deepspeed", "--deepspeed_config", str(file))
+    validate(config, 2)
+    with pytest.raises(ConfigError, match=message):
+        read_settings(config, 2)

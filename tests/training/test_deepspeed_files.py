@@ -84,8 +84,46 @@ def test_there_and_back(tmp_path, stage, world, tensor, precision):
     rtol = 1e-5 if precision == SGD else 1e-3 if not precision else 0.02
     native = run_distributed(2, resume_natively, flags, str(tmp_path))[0]
     torch.testing.assert_close(torch.tensor(native), torch.tensor(expected), rtol=rtol, atol=0)
+    stale = tmp_path / ".saving_back" / "global_step5" / "of_a_try_that_failed.pt"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     again = run_distributed(world, go_back, stage, tensor, flags, str(tmp_path))[0]
     torch.testing.assert_close(torch.tensor(again), torch.tensor(expected), rtol=1e-7, atol=0)
+    assert not list((tmp_path / "back").rglob(stale.name))
+
+
+def save_twice(stage: str, flags: tuple[str, ...], folder: str) -> None:
+    engine, config, env = make(stage, 1, flags)
+    for first in (0, STEPS):
+        train(engine, config, env, first)
+        engine.engine.save_checkpoint(folder)
+
+
+def test_files_of_different_steps_do_not_mix(tmp_path):
+    run_distributed(2, save_twice, "zero2", (), str(tmp_path))
+    newest, older = tmp_path / "global_step10", tmp_path / "global_step5"
+    file = newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    whole = file.read_bytes()
+
+    def refused(match: str, *flags: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            read_deepspeed(tmp_path, config_of(None, 1, *flags))
+
+    refused("momentum_buffer are there", "--optimizer", "sgd")
+    file.write_bytes((older / file.name).read_bytes())
+    refused(f"{file.name} is of update 5")
+    state = torch.load(older / file.name, weights_only=False)
+    for values in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        values["step"].fill_(10)
+        del values["exp_avg"]
+    torch.save(state, file)
+    refused("'s exp_avg are there")
+    file.write_bytes(whole[: len(whole) // 2])
+    refused(f"{file.name} is damaged")
+    file.unlink()
+    refused(f"No such file or directory: .*{file.name}")
+    (tmp_path / "latest").write_bytes(b"\xff")
+    refused("cannot read")
 
 
 class Hostile:
