@@ -1,6 +1,7 @@
 """What the command lines of the data tools share."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -30,8 +31,8 @@ def run(tool: str, work: Callable[[], int], interrupted: str = "interrupted") ->
     """The exit status of `work`; what a user can mend is said in one line."""
     try:
         return work()
-    except BrokenPipeError:  # into head, for example
-        return 0
+    except BrokenPipeError:  # into head, for example; the rest of the work was not done
+        return 128 + signal.SIGPIPE  # as of a program that the closed pipe ended
     except (ValueError, OSError) as error:  # DataError and ConfigError are ValueErrors
         print(f"{tool}: error: {error}", file=sys.stderr)
         return 1

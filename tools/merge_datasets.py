@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, refuse_existing
 from megadiff.data.inputs import natural_key
+from megadiff.data.preprocess_output import exclusive
 from tools.common import run
 
 
@@ -52,7 +53,7 @@ def merge(arguments: argparse.Namespace) -> int:
     if any(Path(p + ".idx").resolve() == Path(output + ".idx").resolve() for p in prefixes):
         raise DataError(f"--output-prefix {output} is one of the inputs")
     refuse_existing([output], arguments.overwrite)
-    with IndexedDatasetBuilder(output, datasets[0].dtype) as builder:
+    with exclusive(output), IndexedDatasetBuilder(output, datasets[0].dtype) as builder:
         for number, dataset in enumerate(datasets, 1):
             builder.add_dataset(dataset)
             print(f"{number}/{len(datasets)}: {dataset.prefix}, {len(dataset)} sequences")

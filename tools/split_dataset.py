@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megadiff.data.data_path import SPLITS, parse_split, split_range
 from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, refuse_existing
+from megadiff.data.preprocess_output import exclusive
 from tools.common import run
 
 
@@ -55,15 +56,19 @@ def split(arguments: argparse.Namespace) -> int:
         parts = parts_by_share(dataset, arguments.split)
     else:
         parts = parts_by_tokens(dataset, arguments.shards)
-    refuse_existing([f"{prefix}_{name}" for name in parts], arguments.overwrite)
-    for name, (first, last) in parts.items():
-        with IndexedDatasetBuilder(f"{prefix}_{name}", dataset.dtype) as builder:
+    outputs = [f"{prefix}_{name}" for name in parts]
+    source = Path(arguments.input + ".idx").resolve()
+    if any(Path(output + ".idx").resolve() == source for output in outputs):
+        raise DataError(f"--input {arguments.input} is one of the outputs")
+    refuse_existing(outputs, arguments.overwrite)
+    for output, (first, last) in zip(outputs, parts.values(), strict=True):
+        with exclusive(output), IndexedDatasetBuilder(output, dataset.dtype) as builder:
             for document in range(first, last):
                 begin, end = dataset.documents[document : document + 2].tolist()
                 for sequence in range(begin, end):
                     builder.add_sequence(dataset[sequence])
                 builder.end_document()
-        print(f"wrote {prefix}_{name}: documents {first} to {last}")
+        print(f"wrote {output}: documents {first} to {last}")
     return 0
 
 

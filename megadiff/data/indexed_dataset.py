@@ -6,9 +6,11 @@ positions in the .bin, i64[D] document boundaries as sequence numbers, and i8[N]
 files only. A document without tokens repeats a boundary and has no sequence.
 """
 
+import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -251,16 +253,20 @@ class IndexedDatasetBuilder:
         publish(self.prefix, self._part, self.dtype, lengths, documents)
 
     def discard(self) -> None:
-        self._file.close()
+        """Remove what has no final name yet."""
+        with suppress(OSError):  # of a full disk
+            self._file.close()
         self._part.unlink(missing_ok=True)
+        Path(idx_path(self.prefix) + ".part").unlink(missing_ok=True)
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None:
-            self.finalize()
-        else:
+        try:
+            if kind is None:
+                self.finalize()
+        finally:
             self.discard()
 
 
@@ -286,6 +292,9 @@ def publish(
     """
     index_part = Path(idx_path(prefix) + ".part")
     write_index(index_part, dtype, lengths, documents)
+    for path in (part, index_part):  # on the disk before they have their names
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     Path(idx_path(prefix)).unlink(missing_ok=True)
     part.rename(bin_path(prefix))
     index_part.rename(idx_path(prefix))

@@ -12,6 +12,7 @@ import lzma
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,8 @@ def list_inputs(words: Sequence[str]) -> list[str]:
             if not files:
                 raise DataError(f"--input {word}: no such file")
             found += sorted(files, key=natural_key)
-    for path in found:
-        if found.count(path) > 1:
+    for path, count in Counter(found).items():
+        if count > 1:
             raise DataError(f"--input names {path} more than once")
     return found
 

@@ -1,7 +1,9 @@
 """Very long texts in pieces, so that the memory of a tokenizer does not grow with its text.
 
 Tokenizers hold 30 to 200 bytes for each byte of a text. A cut is made between two words, where the
-tokenizer shows on the text around it that no token lies across.
+tokenizer shows on the text around it that no token lies across. The ids are those of the whole
+text. Only where a unigram model of SentencePiece finds segmentations that are equally good, the
+choice can be another: it adds scores up in float32, and the rounding grows with the text.
 """
 
 import re
@@ -13,7 +15,8 @@ import numpy as np
 from megadiff.data.tokenizers import Tokenizer
 
 PIECE = 1 << 18  # characters
-_AROUND = 256  # characters to each side of a cut that are looked at
+_AFTER = 256  # characters after a cut that are looked at
+_BEFORE = (256, 255)  # and before it: runs of a fixed length may end at the cut in one, not in both
 _ATTEMPTS = 32  # places that are tried before a text is taken as one that cannot be cut
 _BETWEEN = re.compile(r"(?<=\w)\s(?=\w)")
 
@@ -45,10 +48,13 @@ def _cut(tokenizer: Tokenizer, text: str, near: int) -> tuple[int, int] | None:
     """Where a piece may end and the next one begin: before the space between two words, or after
     it where the tokenizer puts a space before every text."""
     for match in islice(_BETWEEN.finditer(text, near), _ATTEMPTS):
-        first, last = match.start() - _AROUND, match.end() + _AROUND
-        whole = tokenizer.encode(text[first:last])
-        left = tokenizer.encode(text[first : match.start()])
+        end, last = match.start(), match.end() + _AFTER
         for following in match.span():
-            if left + tokenizer.encode(text[following:last]) == whole:
-                return match.start(), following
+            right = tokenizer.encode(text[following:last])
+            if all(
+                tokenizer.encode(text[end - before : end]) + right
+                == tokenizer.encode(text[end - before : last])
+                for before in _BEFORE
+            ):
+                return end, following
     return None

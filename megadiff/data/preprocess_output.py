@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -93,8 +93,10 @@ class Parts:
             os.fsync(file.fileno())
 
     def close(self) -> None:
+        """What `save` did not make durable may be lost: on a full disk closing fails too."""
         for file in self._files:
-            file.close()
+            with suppress(OSError):
+                file.close()
         self._files = []
 
     def remove(self) -> None:

@@ -153,7 +153,7 @@ def _lookup(vocabulary: dict[str, int], named: str | None, usual: Sequence[str])
     return None
 
 
-_BETWEEN_TEXTS = "\0<|between texts|>\0"
+_BETWEEN_TEXTS = "\0<|between texts|>"  # begins as it never goes on: two cannot overlap
 
 
 class TikTokenizer(Tokenizer):

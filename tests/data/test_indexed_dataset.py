@@ -1,3 +1,5 @@
+import errno
+import os
 import struct
 from pathlib import Path
 
@@ -93,6 +95,17 @@ def test_nothing_appears_before_it_is_whole(tmp_path: Path) -> None:
     ):
         builder.add_document([1, 2])
         builder.add_document([70000])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "d"), np.uint16)
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"), builder:
+        builder.add_document([1, 2])
     assert list(tmp_path.iterdir()) == []
 
 

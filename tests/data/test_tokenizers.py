@@ -145,6 +145,42 @@ def test_a_long_text_in_pieces_has_the_same_ids(
     assert (longest < 2000) == ("a" in text)  # between letters on both sides it can be cut
 
 
+@pytest.mark.parametrize("length", [4, 8])
+def test_runs_of_a_fixed_length_are_not_cut(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pattern = tokenizers.Regex(f".{{1,{length}}}")
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    text = TEXT.replace("\n", " ")
+    model.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=400))
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    monkeypatch.setattr(long_text, "PIECE", 701)
+    ids = long_text.encode_all(tokenizer, [text])[0]
+    assert list(map(int, ids)) == tokenizer.encode(text)
+
+
+def test_unigram_pieces_are_as_good_as_the_whole(tmp_path: Path) -> None:
+    """Where float32 decides between segmentations that are equally good, ids may differ."""
+    tokenizer = sentencepiece_model(tmp_path, "unigram")
+    text = "".join(random.Random(6).choices([*SYLLABLES, "    ", "ss"], k=400_000))
+    assert len(text) > 4 * long_text.PIECE
+    whole = np.array(tokenizer.encode(text))
+    pieces = np.asarray(long_text.encode_all(tokenizer, [text])[0])
+    assert tokenizer.decode(pieces.tolist()) == text
+    model = tokenizer._model  # type: ignore[attr-defined]
+    ids = range(tokenizer.vocab_size)
+    scores = np.array([model.get_score(i) for i in ids])
+    names = [model.id_to_piece(i).replace("▁", " ").encode() for i in ids]
+    sizes = np.array([1 if model.is_byte(i) else len(names[i]) for i in ids])
+    places = len(np.setxor1d(sizes[whole].cumsum(), sizes[pieces].cumsum()))
+    # the tokens of both on the way from one common place to the next, each rounded by half an ulp
+    rounding = 1.5 * places * np.spacing(np.float32(scores[whole].sum()))
+    assert abs(scores[whole].sum() - scores[pieces].sum()) <= abs(rounding)
+
+
 def test_end_of_document_is_an_id_of_its_own(tokenizer: Tokenizer) -> None:
     assert tokenizer.eod is not None and 0 <= tokenizer.eod < tokenizer.vocab_size
     ids = [*tokenizer.encode("one"), tokenizer.eod, *tokenizer.encode("two")]
@@ -156,10 +192,13 @@ def test_the_mark_of_tiktoken_inside_a_text_is_text(tmp_path: Path) -> None:
     from megadiff.data.tokenizers import _BETWEEN_TEXTS
 
     tokenizer = tiktoken(tmp_path)
-    texts = ["the", f"a{_BETWEEN_TEXTS}b", "", "the the"]
-    batch = [list(map(int, ids)) for ids in tokenizer.encode_batch(texts)]
-    assert batch == [tokenizer.encode(text) for text in texts]
-    assert tokenizer.decode(batch[1]) == texts[1] and max(batch[1]) < tokenizer.vocab_size
+    ends = [_BETWEEN_TEXTS[:n] for n in range(len(_BETWEEN_TEXTS))]  # no text joins its mark
+    for inside in (f"a{_BETWEEN_TEXTS}b", *ends):
+        texts = ["the", inside, "", "the the"]
+        batch = [list(map(int, ids)) for ids in tokenizer.encode_batch(texts)]
+        assert batch == [tokenizer.encode(text) for text in texts]
+        assert tokenizer.decode(batch[1]) == inside
+        assert max(batch[1], default=0) < tokenizer.vocab_size
     assert tokenizer.encode_batch([]) == []
 
 

@@ -2,12 +2,16 @@
 
 import ast
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megadiff.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megadiff.data.preprocess_output import exclusive
 from megadiff.data.tokenizers import ByteTokenizer
 from tools import inspect_data, merge_datasets, prepare_cache, split_dataset
 
@@ -85,6 +89,47 @@ def test_errors(
     assert main(words.format(**names).split()) == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_two_runs_on_one_prefix_refuse_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write(tmp_path / "whole", TEXTS)
+    merge = ["--input", whole, "--output-prefix", str(tmp_path / "out")]
+    split = [*merge, "--shards", "2"]
+    for main, words, prefix in (
+        (merge_datasets.main, merge, "out"),
+        (split_dataset.main, split, "out_1"),
+    ):
+        with exclusive(str(tmp_path / prefix)):
+            assert main([*words, "--overwrite"]) == 1
+        assert "another run is writing" in capsys.readouterr().err
+        assert main([*words, "--overwrite"]) == 0
+
+
+def test_a_split_does_not_replace_its_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write(tmp_path / "all_train", TEXTS)
+    before = contents(whole)
+    words = ["--input", whole, "--output-prefix", str(tmp_path / "all"), "--split", "8,1,1"]
+    assert split_dataset.main([*words, "--overwrite"]) == 1
+    assert "is one of the outputs" in capsys.readouterr().err
+    assert contents(whole) == before
+
+
+def test_a_reader_that_leaves_is_not_success(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", TEXTS * 500)
+    command = [sys.executable, str(Path(inspect_data.__file__)), "show", whole]
+    words = ["--documents", "0-19999"]
+    with subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as tool:
+        assert tool.stdout is not None and tool.stderr is not None
+        assert tool.stdout.readline().startswith(b"--- document 0")
+        tool.stdout.close()
+        assert tool.stderr.read() == b""
+    assert tool.returncode == 128 + signal.SIGPIPE
 
 
 def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -120,6 +121,24 @@ def test_a_full_disk_is_an_error_and_loses_nothing(
     assert main([*words, "--output-prefix", str(tmp_path / "once")]) == 0
     first, second = (tmp_path / f"{name}_text_document.bin" for name in ("out", "once"))
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_full_disk_at_the_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megadiff.data.inputs.BLOCK", 2000)
+    source = write_lines(tmp_path / "a.jsonl", 2000)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes beyond the limit just fail
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        words = ["--input", str(source), *BYTES, "--workers", "1"]
+        assert main([*words, "--output-prefix", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "File too large" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_starts_without_torch(tmp_path: Path) -> None:
