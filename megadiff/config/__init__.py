@@ -27,7 +27,8 @@ from megadiff.config.reading import (
     to_yaml,
     update_config,
 )
-from megadiff.config.validation import NATIVE_OPTIONS, data_parallel_size, stage_sizes, validate
+from megadiff.config.validate_split import data_parallel_size, stage_sizes
+from megadiff.config.validation import NATIVE_OPTIONS, validate
 
 __all__ = [
     "DELTA_MIXERS",
