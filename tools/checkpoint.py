@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from megadiff.checkpoint import directory as layout
-from megadiff.checkpoint.manager import find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError, describe
 from megadiff.checkpoint.state import ComputedPiece, Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 
-from megadiff.checkpoint.manager import find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load, read_metadata

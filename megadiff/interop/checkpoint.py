@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megadiff import __version__
 from megadiff.checkpoint import directory as layout
 from megadiff.checkpoint.files import TensorFile, read_index
-from megadiff.checkpoint.manager import find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.state import Piece, ShardedTensor
 from megadiff.checkpoint.storage import read_metadata, save
 from megadiff.config import Config, ModelConfig, sections, to_dict, update_config

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megadiff.checkpoint import rng
+from megadiff.checkpoint.find import find_checkpoint, find_newest
 from megadiff.checkpoint.local import load_local
-from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint, find_newest
+from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
 from megadiff.checkpoint.storage import load, read_metadata

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megadiff.checkpoint.directory import damage, list_steps, saving_path
-from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
+from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Piece, ShardedTensor
 from megadiff.checkpoint.storage import save

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from megadiff.checkpoint.manager import CheckpointManager, find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
+from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.staging import HostBuffers
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.storage import load

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadiff.checkpoint.manager import find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load
 from megadiff.interop.checkpoint import read_checkpoint

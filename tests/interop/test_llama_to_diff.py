@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.checkpoint.manager import find_checkpoint
+from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load
