@@ -4,7 +4,6 @@ Hooks are on the modules only while that happens.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -49,10 +49,10 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
     finite, its backward when the gradient of its input or of a parameter of its own is not.
     """
     origins: list[Origin] = []
-    calls: Counter[str] = Counter()  # of each module or parameter, one a micro-batch
     order = count()
     handles: list[Any] = []
 
+    @torch.no_grad()  # isfinite takes abs, which recomputation would count as kept for backward
     def look(values: Any, name: str, stage: int, micro_batch: int, backward: bool) -> None:
         now = next(order)
         found = (v for v in _tensors(values) if v.is_floating_point())
@@ -61,28 +61,45 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
             place = (backward, micro_batch, at, now, mesh.rank, mesh.dp.rank, name)
             origins.append(Origin(*place))
 
-    def watch_module(module: nn.Module, name: str, stage: int) -> None:
-        def after_forward(_: nn.Module, inputs: Any, output: Any) -> None:
-            micro_batch = calls[name]
-            calls[name] += 1
-            look(output, name, stage, micro_batch, False)
-            for x in _tensors(inputs):
-                if x.requires_grad:
-                    x.register_hook(lambda g: look(g, name, stage, micro_batch, True))
+    def watch_stage(chunk: nn.Module, stage: int) -> None:
+        micro_batches, inside = 0, False  # forwards of the chunk that have begun, and are not over
 
-        handles.append(module.register_forward_hook(after_forward))
+        def before_stage(*_: Any) -> None:
+            nonlocal micro_batches, inside
+            micro_batches, inside = micro_batches + 1, True
+
+        def after_stage(*_: Any) -> None:
+            nonlocal inside
+            inside = False
+
+        def watch_module(module: nn.Module, name: str) -> None:
+            def after_forward(_: nn.Module, inputs: Any, output: Any) -> None:
+                if not inside:  # computed again, within the backward of any micro-batch
+                    return
+                micro_batch = micro_batches - 1
+                look(output, name, stage, micro_batch, False)
+                for x in _tensors(inputs):
+                    if x.requires_grad:
+                        x.register_hook(lambda g: look(g, name, stage, micro_batch, True))
+
+            handles.append(module.register_forward_hook(after_forward))
+
+        handles.append(chunk.register_forward_pre_hook(before_stage))
+        for name, module in chunk.named_modules():
+            watch_module(module, name or "the whole stage")
+        handles.append(chunk.register_forward_hook(after_stage))
 
     def watch_parameter(parameter: nn.Parameter, name: str, stage: int) -> None:
+        micro_batches = count()  # it gets one gradient from each
+
         def with_gradient(gradient: Tensor) -> None:
-            look(gradient, name, stage, calls[name], True)
-            calls[name] += 1
+            look(gradient, name, stage, next(micro_batches), True)
 
         handles.append(parameter.register_hook(with_gradient))
 
     for number, chunk in enumerate(chunks):
         stage = mesh.pp.rank + number * mesh.pp.size
-        for name, module in chunk.named_modules():
-            watch_module(module, name or "the whole stage", stage)
+        watch_stage(chunk, stage)
         for name, parameter in chunk.named_parameters():
             watch_parameter(parameter, name, stage)
     try:
@@ -124,7 +141,10 @@ def report(
                 "origin": None if origin is None else asdict(origin),
                 "samples": _samples(first, config, env, data),
             }
-            write_json(path, details)
+            try:
+                write_json(path, details)
+            except OSError as error:  # a full disk: what ends the run is still to be told
+                where = f"; its samples could not be written to {path} ({error.strerror})"
     return NotFiniteError(
         f"loss or gradient was not finite in {len(bad)} iterations in a row, {first.iteration} to "
         f"{bad[-1].iteration}. In iteration {first.iteration} {words}{where}. Nothing was saved "
@@ -148,5 +168,9 @@ def _samples(step: Outcome, config: Config, env: Environment, data: Batches) -> 
 def write_json(path: Path, value: Any) -> None:
     """Write beside `path` and rename, so that it is whole or not there."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
