@@ -36,6 +36,7 @@ class StepWatch:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.bad: list[Outcome] = []
+        self._any_good = False
         self._in_spike = False
 
     def judge(self, outcomes: list[Outcome], progress: Progress) -> list[Spike]:
@@ -51,6 +52,7 @@ class StepWatch:
                     break
                 continue
             self.bad.clear()
+            self._any_good = True
             if not step.skipped:
                 spike = self._spike(step, progress.recent_losses)
                 if spike is not None and not self._in_spike:
@@ -66,6 +68,11 @@ class StepWatch:
     @property
     def too_many_bad(self) -> bool:
         return len(self.bad) >= self.config.training.max_consecutive_skipped_iters
+
+    @property
+    def all_bad(self) -> bool:
+        """Whether no step that was judged is finite."""
+        return bool(self.bad) and not self._any_good
 
     def _is_bad(self, step: Outcome) -> bool:
         """An overflow that a smaller loss scale of float16 may still cure is part of its search."""

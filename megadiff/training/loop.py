@@ -49,7 +49,8 @@ def train(run: Run, progress: Progress) -> str:
 
     Ends after the last step ("finished"), at `--exit-interval` or `--exit-duration-in-mins`, or by
     a signal; always at a step's boundary, with a save. Evaluates on the way and after the last
-    step. Raises NotFiniteError where `--max-consecutive-skipped-iters` is reached.
+    step. Raises NotFiniteError where `--max-consecutive-skipped-iters` is reached, and at the last
+    step when no step was finite.
     """
     t, logging = run.config.training, run.config.logging
     assert t.train_iters is not None
@@ -128,7 +129,8 @@ def judge(run: Run, progress: Progress, outcomes: list[metrics.Outcome]) -> bool
         run.log.record("loss_spike", spike.step.iteration, {"lm_loss": spike.step.loss})
     skip = run.config.training.loss_spike_skip_iters
     went_back = bool(spikes) and skip is not None and go_back(run, progress, spikes[0], skip)
-    if run.watch.too_many_bad:
+    at_end = progress.iteration == run.config.training.train_iters
+    if run.watch.too_many_bad or (at_end and run.watch.all_bad):
         raise explain(run)
     return went_back
 

@@ -103,6 +103,30 @@ def test_the_first_module_that_is_not_finite_is_named(
     assert all(s["dataset"] == data and s["documents"] for s in found["samples"])
 
 
+def test_a_run_without_one_finite_step_is_no_success(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shorter than --max-consecutive-skipped-iters; one finite step makes it a run."""
+    good = 0
+
+    def broken(self, x):
+        nonlocal good
+        good -= torch.is_grad_enabled()
+        return forward(self, x) * (1.0 if good >= 0 else torch.nan)
+
+    forward = MLP.forward
+    monkeypatch.setattr(MLP, "forward", broken)
+    more = ["--train-iters", "4", "--log-interval", "3", "--eval-iters", "0"]
+    more += ["--micro-batch-size", "8", "--recompute-granularity", "full"]
+    argv = flags(data, *more, "--save", str(tmp_path))
+    with pytest.raises(NotFiniteError, match=r"in a row, 1 to 4\. .* layers.0.mlp .*micro-batch 0"):
+        train(argv)
+    assert list(tmp_path.iterdir()) == []
+    good = 4  # the MLPs of the first step, each of them twice
+    assert train(argv) == "finished"
+    assert checkpoint_tool(["verify", "--values", str(tmp_path)]) == 0
+
+
 def outcome(iteration: int, loss: float, skipped: bool = False, scale: float = 1.0) -> Outcome:
     return Outcome(iteration, 8 * (iteration - 1), 8, loss, 1.0, skipped, scale)
 
