@@ -171,8 +171,10 @@ class CheckpointReader:
 def read_metadata(directory: str | Path) -> dict[str, dict]:
     """The metadata that was saved with a checkpoint: its JSON files by name.
 
-    Raises CheckpointError when one of them cannot be read.
+    Raises CheckpointError when one of them cannot be read, or there is no such directory.
     """
+    if not Path(directory).is_dir():
+        raise CheckpointError(f"there is no checkpoint {directory}")
     paths = [p for p in sorted(Path(directory).glob("*.json")) if p.name != MANIFEST]
     metadata = {}
     for path in paths:

@@ -59,6 +59,9 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
         "",
         f"checkpoint: error: there is no folder {tmp_path}/nowhere\n",
     )
+    to_deepspeed = ["to-deepspeed", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")]
+    assert main(to_deepspeed) == 1
+    assert f"there is no checkpoint {tmp_path}/nowhere\n" in capsys.readouterr().err
 
 
 def test_verify_finds_a_flipped_bit(folder, capsys):
