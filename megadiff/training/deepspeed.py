@@ -155,6 +155,9 @@ def _load_library() -> Any:
         ) from None
     # Its shared-memory collectives for CPUs compile for minutes at first use; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = deepspeed.get_accelerator()
+    if accelerator.device_name() == "cpu":  # it wants float16's own instructions; torch needs none
+        accelerator.is_fp16_supported = lambda: True
     os.environ.setdefault("LOCAL_RANK", "0")  # it insists, for a single process too
     return deepspeed
 
