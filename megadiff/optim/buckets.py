@@ -10,6 +10,7 @@ Sharded, each rank receives the sum of its own equal range only (reduce-scatter)
 updated range to the others (all-gather); unsharded, each rank owns all of every bucket.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -220,6 +221,10 @@ class Buckets:
         return self.sharded or self._writers[slot.name] == self._rank
 
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
+        # A parameter holds its hook where Python's collector does not look: one that held the
+        # parameter's slot in turn would keep weights and gradients for as long as the process runs.
+        this, bucket, slot = (weakref.proxy(x) for x in (self, bucket, slot))
+
         def accumulated(parameter: Tensor) -> None:
             if bucket.reduced:
                 raise RuntimeError(
@@ -231,8 +236,8 @@ class Buckets:
             slot.remaining -= 1
             if slot.remaining == 0:
                 bucket.waiting -= 1
-                if self._overlap:
-                    self._reduce_complete()
+                if this._overlap:
+                    this._reduce_complete()
 
         return accumulated
 

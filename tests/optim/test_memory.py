@@ -69,3 +69,9 @@ def test_bytes_per_parameter(dtype, options: dict, fixed: int, sharded: int) -> 
     config = OptimizerConfig(**options, use_distributed_optimizer=True)
     for got in run_distributed(2, bytes_per_parameter, config, dtype):
         assert got == pytest.approx(fixed + sharded / 2, abs=small)
+
+
+def test_nothing_stays_when_model_and_optimizer_are_gone() -> None:
+    before = allocated()
+    bytes_per_parameter(OptimizerConfig(), torch.bfloat16)
+    assert allocated() - before < PARAMETERS
