@@ -198,8 +198,11 @@ def precision(config: Config) -> str:
     o, dtype = config.optimizer, config.training.dtype
     main = f", {o.main_weights} main weights" if dtype == "bfloat16" else ""
     gradients = "float32" if o.accumulate_allreduce_grads_in_fp32 else dtype
-    moments = "float32"
-    again = config.parallel.recompute_granularity
+    moments = " and ".join(dict.fromkeys((o.exp_avg_dtype, o.exp_avg_sq_dtype)))
+    p = config.parallel
+    again = p.recompute_granularity
+    if again == "selective":
+        again += f" ({', '.join(p.recompute_modules)})"
     return f"{dtype} parameters{main}, {gradients} gradients, {moments} moments" + (
         f", {again} recomputation" if again else ""
     )

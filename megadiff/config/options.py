@@ -350,6 +350,10 @@ class OptimizerConfig:
         "float32",
         "bf16: float32 main weights, or none and the rounding error in 16 bits, or random rounding",
     )
+    exp_avg_dtype: Literal["fp32", "bf16"] = _option(
+        "fp32", "AdamW's first moments of bf16 parameters; bf16 is rounded at random"
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = _option("fp32", "the second moments likewise")
     use_distributed_optimizer: bool = _option(
         False, "shard main weights and moments over the data-parallel ranks"
     )

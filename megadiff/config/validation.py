@@ -148,6 +148,11 @@ def _validate_training(config: Config, world_size: int) -> None:
         o.main_weights == "float32" or t.bf16,
         f"--main-weights {o.main_weights} is a way to round bfloat16 parameters: give --bf16",
     )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        require(
+            getattr(o, name) == "fp32" or (t.bf16 and o.optimizer == "adam"),
+            f"--{name.replace('_', '-')} bf16 needs --bf16 and --optimizer adam",
+        )
     require(
         o.lambda_lr_multiplier == 1 or "diff_v1" in config.model.mixers,
         f"--lambda-lr-multiplier {o.lambda_lr_multiplier} is set, but no layer is diff_v1",
@@ -225,6 +230,8 @@ def _validate_checkpoint(c: CheckpointConfig) -> None:
 
 NATIVE_OPTIONS = {
     "main_weights": "a bf16 run keeps float32 main weights",
+    "exp_avg_dtype": "moments are float32",
+    "exp_avg_sq_dtype": "moments are float32",
     "use_distributed_optimizer": "ZeRO 1 is its like; give --no-use-distributed-optimizer",
     "overlap_grad_reduce": "zero_optimization.overlap_comm is its like",
     "overlap_param_gather": "zero_optimization.overlap_comm is its like",

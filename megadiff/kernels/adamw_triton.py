@@ -14,11 +14,26 @@ _BLOCK = 1024
 
 @triton.jit
 def _random_bits(seed, at, BLOCK: tl.constexpr):
-    """16 random bits for each of BLOCK elements from `at` on, a function of seed and position."""
+    """32 random bits for each of BLOCK elements from `at` on, a function of seed and position."""
     lanes = at // 4 + tl.arange(0, BLOCK // 4)
     a, b, c, d = tl.randint4x(seed, lanes)
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
-    return bits.to(tl.uint32, bitcast=True) & 0xFFFF
+    return bits.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _at_random(x, bits):
+    """float32 x rounded to bfloat16, its upper half, up or down by 16 random bits."""
+    carried = x.to(tl.uint32, bitcast=True) + bits
+    return (carried & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def _store_moment(at, x, bits, inside):
+    if at.dtype.element_ty == tl.bfloat16:
+        tl.store(at, _at_random(x, bits), mask=inside)
+    else:
+        tl.store(at, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -33,8 +48,8 @@ def _adamw(
     inside = at < n
     dtype = parameter.dtype.element_ty
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars + 1)
-    m = tl.load(exp_avg + at, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
     if MODE == "float32":
         w = tl.load(behind + at, mask=inside, other=0.0)
     else:
@@ -45,11 +60,11 @@ def _adamw(
     v = beta2 * v + (1.0 - beta2) * g * g
     w -= lr * decay * w
     w -= lr * tl.load(scalars + 2) * m / (tl.sqrt(v) * tl.load(scalars + 3) + eps)
-    tl.store(exp_avg + at, m, mask=inside)
-    tl.store(exp_avg_sq + at, v, mask=inside)
-    if MODE == "stochastic":  # bfloat16 is the upper half of float32
-        bits = w.to(tl.uint32, bitcast=True) + _random_bits(seed, start, BLOCK)
-        rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True).to(dtype)
+    bits = _random_bits(seed, start, BLOCK)  # the compiler drops it where nothing is so rounded
+    _store_moment(exp_avg + at, m, bits >> 16, inside)
+    _store_moment(exp_avg_sq + at, v, bits >> 16, inside)
+    if MODE == "stochastic":
+        rounded = _at_random(w, bits & 0xFFFF)
     else:
         rounded = w.to(dtype)
     tl.store(parameter + at, rounded, mask=inside)
@@ -82,7 +97,7 @@ def adamw_(
         parameter: bfloat16 or float16 (stochastic: bfloat16).
         behind: mode "float32": the float32 main weights; "kahan": what rounding lost, in the
             parameter's dtype; "stochastic": None.
-        gradient: of any float type; exp_avg, exp_avg_sq: float32.
+        gradient: of any float type; exp_avg, exp_avg_sq: float32, or bfloat16 rounded at random.
         scalars: float32 `[4]` on the device: 0 to change nothing, the gradient's factor,
             1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
         seed: of the random rounding, below 2^31.

@@ -78,7 +78,11 @@ def _of_stage(config: Config, model: Model, world_size: int) -> Memory:
         gradients += n * (wide if o.accumulate_allreduce_grads_in_fp32 else width)
         matrix = any(s.group == "matrix" for s in record_of(parameter).sections)
         states = 1 if o.optimizer == "sgd" or (o.optimizer == "muon" and matrix) else 2
-        optimizer += n * (states * wide + (wide if wide > width else 0)) // owners
+        state = states * wide
+        if width == 2:
+            state -= 2 * [o.exp_avg_dtype, o.exp_avg_sq_dtype].count("bf16")
+            state += {"float32": 4, "kahan": 2, "stochastic": 0}[o.main_weights]
+        optimizer += n * state // owners
         largest = max(largest, n * width)  # a gradient before it is added to its buffer
     activations = _activations(config, model, world_size) + largest
     return Memory(weights, gradients, optimizer, activations)

@@ -87,7 +87,7 @@ class Optimizer:
             if group is not None and dist.get_world_size(group) > 1
         ]
         self.shards = [
-            Shard(bucket, config.main_weights, self._treatment, self._state_keys)
+            Shard(bucket, config.main_weights, self._treatment, self._state_types)
             for bucket in self.buckets.buckets
         ]
         self._ranges = [r for shard in self.shards for r in shard.ranges]
@@ -119,8 +119,14 @@ class Optimizer:
         rule = update_rule(section, self.config)
         return Treatment(rule, section.group, section.copy_index == 0)
 
-    def _state_keys(self, rule: str) -> Sequence[str]:
-        return [] if rule == "sgd" and not self.config.sgd_momentum else _STATE_KEYS[rule]
+    def _state_types(self, rule: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        if rule == "sgd" and not self.config.sgd_momentum:
+            return {}
+        types = dict.fromkeys(_STATE_KEYS[rule], torch.promote_types(dtype, torch.float32))
+        if dtype == torch.bfloat16:
+            kept = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
+            types |= {key: dtype for key in types if kept.get(key) == "bf16"}
+        return types
 
     @torch.no_grad()
     def _choose_adam_kernel(self, elements: int = 1 << 24) -> str:
@@ -139,7 +145,7 @@ class Optimizer:
         flat = [torch.ones(elements, device=self.updates.device) for _ in range(4)]
         state = {"exp_avg": flat[0], "exp_avg_sq": flat[1]}
         trial = Range(Treatment("adam", "matrix", True), 0, elements, torch.float32, state, flat[3])
-        trial.weights, trial.gradient = flat[2:]
+        trial.weights, trial.gradient, trial.moments = *flat[2:], state
 
         def update(apex: Callable[..., None] | None) -> None:
             self._apex = apex
@@ -251,8 +257,8 @@ class Optimizer:
         tensors = (
             [r.weights for r in ranges],
             [r.gradient for r in ranges],
-            [r.state["exp_avg"] for r in ranges],
-            [r.state["exp_avg_sq"] for r in ranges],
+            [r.moments["exp_avg"] for r in ranges],
+            [r.moments["exp_avg_sq"] for r in ranges],
         )
         constants = {
             "lr": lr,

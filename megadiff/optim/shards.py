@@ -5,7 +5,7 @@ sections that are treated alike form one range, whatever parameter boundaries it
 update launches few kernels on long tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megadiff.kernels.device import on_triton
 from megadiff.optim.buckets import Bucket, Slot
-from megadiff.optim.weights import Mode, make_main_weights, random_seed
+from megadiff.optim.weights import Mode, make_main_weights, random_seed, round_stochastically
 from megadiff.parallel.parameter import Group, Section, record_of
 
 
@@ -33,11 +33,13 @@ class Range:
     treatment: Treatment
     start: int
     end: int
-    dtype: torch.dtype  # of everything below, at least float32
-    state: dict[str, Tensor]
+    dtype: torch.dtype  # of the update, at least float32
+    state: dict[str, Tensor]  # as it is kept
     reduced: Tensor  # the gradient as the bucket holds it
-    weights: Tensor = field(init=False)  # these two between begin_update and end_update
+    # between begin_update and end_update, in `dtype`
+    weights: Tensor = field(init=False)
     gradient: Tensor = field(init=False)
+    moments: dict[str, Tensor] = field(init=False)
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,17 @@ class StatePiece:
 
 
 class Shard:
-    """This rank's part of a bucket; `state_keys` names the state of a rule, zero at first."""
+    """This rank's part of a bucket.
+
+    `state_types` names the state of a rule for parameters of a dtype, zero at first, and its types.
+    """
 
     def __init__(
         self,
         bucket: Bucket,
         main_weights: Mode,
         treatment: Callable[[Section], Treatment],
-        state_keys: Callable[[str], Sequence[str]],
+        state_types: Callable[[str, torch.dtype], dict[str, torch.dtype]],
     ) -> None:
         self.bucket = bucket
         own = bucket.own_parameters
@@ -79,7 +84,10 @@ class Shard:
                 start,
                 end,
                 self.dtype,
-                {key: own.new_zeros(end - start, dtype=self.dtype) for key in state_keys(how.rule)},
+                {
+                    key: own.new_zeros(end - start, dtype=dtype)
+                    for key, dtype in state_types(how.rule, own.dtype).items()
+                },
                 bucket.gradients[start:end],
             )
             for how, start, end in owned_ranges(bucket, treatment)
@@ -124,10 +132,19 @@ class Shard:
             self._gradients = gradients
             for r in self.ranges:
                 r.gradient = self._cut(gradients, r)
+        for r in self.ranges:
+            r.moments = {key: kept.to(self.dtype) for key, kept in r.state.items()}
 
     def end_update(self, step: int) -> None:
         """Bring the weights into the parameters, and free what was made for the update."""
         self.main.store(self._weights, step)
+        for r in self.ranges:
+            for key, kept in r.state.items():
+                if kept.dtype != self.dtype:
+                    seed = random_seed(f"{self.name}/{r.start}/{key}", step)
+                    generator = torch.Generator(kept.device).manual_seed(seed)
+                    round_stochastically(r.moments[key], generator, out=kept)
+            r.moments = {}
         if self._gradients is not self._own_gradients:
             self._gradients = self._empty
             for r in self.ranges:

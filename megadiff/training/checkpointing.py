@@ -173,9 +173,12 @@ def same_split(metadata: dict[str, dict[str, Any]], config: Config) -> bool:
 
 
 _DECIDE_PIECES = {
-    "optimizer": ("optimizer", "use_distributed_optimizer", "main_weights", "sgd_momentum"),
+    "optimizer": (
+        "optimizer", "use_distributed_optimizer", "main_weights", "sgd_momentum", "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+    ),
     "training": ("bf16", "fp16", "fp64", "deepspeed", "deepspeed_config"),
-}
+}  # fmt: skip
 
 
 def read(path: Path) -> Saved:

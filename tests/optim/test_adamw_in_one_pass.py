@@ -67,3 +67,33 @@ def test_stochastic_rounding_is_right_in_the_mean_and_repeats(monkeypatch) -> No
         up = (weights.float() > 1).float().mean().item()
         assert up == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / n) ** 0.5)
     assert torch.equal(rounded[0], rounded[1]) and not torch.equal(rounded[0], rounded[2])
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_moments_in_bfloat16(in_one_pass: bool, monkeypatch) -> None:
+    """A step rounds by at most 2^-7 of a moment, of which beta remains in the next."""
+    exact = train(CONFIG, False, 4, monkeypatch)
+    config = replace(CONFIG, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    runs = [train(config, in_one_pass, 4, monkeypatch) for _ in range(2)]
+    for (key, mine), (_, again), (_, theirs) in zip(*runs, exact, strict=True):
+        assert torch.equal(mine, again), key
+        if key.startswith("exp_avg"):
+            error = (mine.float() - theirs).abs().max()
+            assert mine.dtype == torch.bfloat16 and 0 < error <= 4 * 2**-7 * theirs.abs().max(), key
+
+
+def test_moments_are_rounded_right_in_the_mean() -> None:
+    from megadiff.kernels.adamw_triton import adamw_
+
+    step, n = 2.0**-7, 10_001
+    weights, first, second = torch.ones(3, n, dtype=torch.bfloat16, device=DEVICE)
+    gradient = torch.full((n,), 1 + step / 4, device=DEVICE)
+    constants = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0}
+    scalars = torch.ones(4, device=DEVICE)
+    adamw_(
+        weights, None, gradient, first, second, scalars, mode="stochastic", seed=1, **constants
+    )
+    for moment, expected in ((first, 0.25), (second, 0.5 + step / 16)):
+        assert set(moment.tolist()) == {1.0, 1.0 + step}
+        up = (moment > 1).float().mean().item()
+        assert up == pytest.approx(expected, abs=4 * (expected * (1 - expected) / n) ** 0.5)

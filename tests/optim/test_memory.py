@@ -13,6 +13,8 @@ from megadiff.parallel.parameter import Init, Section, make_parameter
 from tests.distributed import run_distributed
 
 ROWS, COLUMNS, MATRICES = 256, 128, 4
+PURE = {"main_weights": "stochastic", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+PURE |= {"accumulate_allreduce_grads_in_fp32": False}
 PARAMETERS = ROWS * COLUMNS * MATRICES
 
 
@@ -59,6 +61,7 @@ def allocated() -> int:
         (torch.bfloat16, {"accumulate_allreduce_grads_in_fp32": False}, 2 + 2, 4 + 4 + 4),
         (torch.bfloat16, {"main_weights": "kahan"}, 2 + 4, 2 + 4 + 4),
         (torch.bfloat16, {"optimizer": "muon"}, 2 + 4, 4 + 4),
+        (torch.bfloat16, PURE, 2 + 2, 2 + 2),
     ],
 )
 def test_bytes_per_parameter(dtype, options: dict, fixed: int, sharded: int) -> None:
