@@ -252,7 +252,8 @@ def diff_attention(
     run = reference.diff_attention if chosen == "reference" else sdpa.diff_attention
     out = run(q, k, v, lam, scale, geometry)
     if norm_eps is not None:
-        out = rms_norm(out, norm_weight, norm_eps)
         if out_scale is not None:
-            out = out * out_scale
+            ones = lam.new_ones(out.shape[-1]) if norm_weight is None else norm_weight
+            norm_weight = ones * out_scale
+        out = rms_norm(out, norm_weight, norm_eps)
     return out.to(q.dtype)

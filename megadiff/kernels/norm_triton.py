@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 4  # backward programs for each multiprocessor: each sums the weight's gradient
+# Elements in flight in backward for each multiprocessor; each program sums the weight's gradient.
+_IN_FLIGHT = 8192
 
 
 @triton.jit
@@ -69,10 +70,11 @@ def _block(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
-def _programs(rows: int, device: torch.device) -> int:
+def _programs(rows: int, width: int, device: torch.device) -> int:
     if device.type != "cuda":
         return min(rows, 2)
-    return min(rows, _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+    each = min(max(_IN_FLIGHT // triton.next_power_of_2(width), 4), 32)
+    return min(rows, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @torch.library.custom_op("megadiff::add_rms_norm", mutates_args=())
@@ -111,7 +113,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of r and of the weight (empty if there is none)."""
     width, rows = r.shape[-1], rstd.numel()
-    programs = _programs(rows, r.device)
+    programs = _programs(rows, width, r.device)
     dr = r.new_empty(r.shape)
     partial = rstd.new_empty((programs, width) if weight is not None else (0,))
     r, dout = r.contiguous(), dout.contiguous()

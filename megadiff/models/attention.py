@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
-from megadiff.kernels import attention, diff_attention, split_rotary
+from megadiff.kernels import attention, diff_attention, rms_norm, split_rotary
 from megadiff.models.geometry import Geometry, KeyValueCache
 from megadiff.models.mixer import Mixer
 from megadiff.parallel.collectives import sum_gradients
@@ -25,7 +25,7 @@ from megadiff.parallel.linear import (
 )
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init, Section, make_parameter
-from megadiff.parallel.recompute import recomputed
+from megadiff.parallel.recompute import forget, recomputed
 
 # 64 elements are 128 bytes in bfloat16: rows of the fused projection stay aligned behind lambda's.
 _PAD = 64
@@ -234,19 +234,24 @@ class DiffAttentionV1(_Attention):
         q, k, v = self.heads(x, geometry)
         lam, norm_weight = self.lambda_and_norm()
         self.mean_lambda = lam.detach().mean()
-        y = self.attend(
-            diff_attention,
-            q,
-            k,
-            v,
-            lam,
-            geometry=geometry,
-            cache=cache,
-            norm_weight=norm_weight,
-            norm_eps=self.norm_epsilon,
-            out_scale=None if self.norm_epsilon is None else 1 - self.lambda_init,
-        )
+        norm: dict[str, Any] = {}
+        if self.norm_epsilon is not None:
+            norm = {"norm_weight": norm_weight, "norm_eps": self.norm_epsilon}
+            norm["out_scale"] = 1 - self.lambda_init
+        if not (norm and self.recompute_norm):
+            y = self.attend(diff_attention, q, k, v, lam, geometry=geometry, cache=cache, **norm)
+            return self.out(y)
+        heads = self.attend(diff_attention, q, k, v, lam, geometry=geometry, cache=cache)
+        weight = lam.new_full((self.value_width,), norm["out_scale"])
+        weight = weight if norm_weight is None else weight * norm_weight
+        y = self._normalise(heads, weight)
+        forget(y, self._normalise, heads, weight)
         return self.out(y)
+
+    def _normalise(self, heads: Tensor, weight: Tensor) -> Tensor:
+        assert self.norm_epsilon is not None
+        each = heads.unflatten(-1, (-1, self.value_width))
+        return rms_norm(each, weight, self.norm_epsilon).flatten(-2)
 
 
 class DiffAttentionV2(_Attention):

@@ -87,6 +87,7 @@ class Decoder(nn.Module):
         self.recompute = recompute or Recompute()
         for block in self.blocks:
             block.mixer.recompute = self.recompute.chooses("core_attn")
+            block.mixer.recompute_norm = self.recompute.chooses("layernorm")
             block.mixer_norm.recompute = self.recompute.chooses("layernorm")
             block.mlp_norm.recompute = self.recompute.chooses("layernorm")
             block.mlp.recompute = self.recompute.chooses("mlp_act")

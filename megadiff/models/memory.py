@@ -7,7 +7,8 @@ q, k, v, o widths of the projections and of the mixer's output; all but h over t
     two norms and their outputs              4 h   (over the tensor ranks under sequence parallel;
                                                     recomputed: 2 h)
     projection, q and k rotated in place     q + k + v
-    attention, both branches and statistics  2 o   (with a norm of the heads 3 o; recomputed: o)
+    attention, both branches and statistics  2 o   (with a norm of the heads 3 o, but 2 o where
+                                                    norms are recomputed; all recomputed: o)
     gate and up, and their product           3 f   (without a gate 2 f; recomputed: f less)
 
 Context parallelism keeps copies instead of the projection: q, keys and values of the whole
@@ -160,7 +161,8 @@ def layer_elements(
     v, o = groups * d_v, heads * d_v
     recomputed = recompute.chooses("core_attn")
     outputs = 1 if recomputed else 2
-    if mixer == "diff_v1" and m.diff_head_norm != "none" and not recomputed:
+    normed = mixer == "diff_v1" and m.diff_head_norm != "none"
+    if normed and not (recomputed or recompute.chooses("layernorm")):
         outputs = 3
     if mesh.cp.size > 1 and not recomputed:
         return around + tokens * (q + (k + v) * mesh.cp.size + (outputs + 1) * o)

@@ -16,6 +16,9 @@ class Mixer(nn.Module):
     recompute = False
     """Attention mixers: run the operator again in backward instead of keeping what it saves."""
 
+    recompute_norm = False
+    """DIFF V1: compute the norm of the heads again in backward instead of keeping its result."""
+
     def forward(self, x: Tensor, geometry: Geometry, cache: Any = None) -> Tensor:
         """`cache`, from `new_cache`, holds what earlier tokens of the same sequences left."""
         raise NotImplementedError

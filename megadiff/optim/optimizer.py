@@ -124,7 +124,10 @@ class Optimizer:
             return {}
         types = dict.fromkeys(_STATE_KEYS[rule], torch.promote_types(dtype, torch.float32))
         if dtype == torch.bfloat16:
-            kept = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
+            kept = {
+                "exp_avg": self.config.exp_avg_dtype,
+                "exp_avg_sq": self.config.exp_avg_sq_dtype,
+            }
             types |= {key: dtype for key in types if kept.get(key) == "bf16"}
         return types
 

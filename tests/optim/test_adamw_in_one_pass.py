@@ -90,9 +90,7 @@ def test_moments_are_rounded_right_in_the_mean() -> None:
     gradient = torch.full((n,), 1 + step / 4, device=DEVICE)
     constants = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0}
     scalars = torch.ones(4, device=DEVICE)
-    adamw_(
-        weights, None, gradient, first, second, scalars, mode="stochastic", seed=1, **constants
-    )
+    adamw_(weights, None, gradient, first, second, scalars, mode="stochastic", seed=1, **constants)
     for moment, expected in ((first, 0.25), (second, 0.5 + step / 16)):
         assert set(moment.tolist()) == {1.0, 1.0 + step}
         up = (moment > 1).float().mean().item()

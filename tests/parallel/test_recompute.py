@@ -74,6 +74,24 @@ def test_more_recomputation_keeps_less_and_gives_the_same_gradients(mixer):
         assert all(map(torch.equal, gradients, results[0][1]))
 
 
+@pytest.mark.parametrize("mixer", ["standard", "diff_v1", "diff_v2"])
+def test_recomputed_norms_keep_as_much_less_as_is_estimated(mixer):
+    m, modules = model_config(mixer), ("layernorm",)
+    before, after = (
+        (r, kept_bytes_and_gradients(mixer, r)[0])
+        for r in (Recompute(), Recompute("selective", modules=modules))
+    )
+    tokens = BATCH * LENGTH
+    less = [
+        layer_elements(m, mixer, ParallelMesh(), tokens, tokens * m.hidden_size, r)
+        for r, _ in (before, after)
+    ]
+    small = 4 * m.num_layers * 64  # V1 keeps the product of its norm's weight and factor
+    assert before[1] - after[1] == pytest.approx(
+        4 * m.num_layers * (less[0] - less[1]), abs=small if mixer == "diff_v1" else 0
+    )
+
+
 def test_runs():
     layers = [0, 1, 2, 3, 4]
     assert list(Recompute().runs(layers)) == [(layers, False)]
