@@ -117,13 +117,16 @@ def _rotate(
 
 @triton.jit
 def _rotary(
-    q, k, q_out, k_out, cos, sin, positions, q_pitch, k_pitch, out_pitch, q_heads, k_heads, sign,
-    D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    q, k, v, q_out, k_out, v_out, cos, sin, positions, q_pitch, k_pitch, v_pitch, out_pitch,
+    q_heads, k_heads, v_width, sign, D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """One token and a few heads of q or of k; row `token % positions` of cos and sin."""
+    """One token and a few heads of q or of k, by row `token % positions` of cos and sin, or columns
+    of v, which are copied."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = tl.cdiv(q_heads, HEADS)
+    both = q_blocks + tl.cdiv(k_heads, HEADS)
     cos += token % positions * (D // 2)
     sin += token % positions * (D // 2)
     if block < q_blocks:
@@ -131,26 +134,42 @@ def _rotary(
             q, q_out, q_pitch, out_pitch, q_heads, block * HEADS, token, cos, sin, sign, D, PAIRS,
             HEADS, INTERLEAVED,
         )  # fmt: skip
-    else:
+    elif block < both:
         block -= q_blocks
         _rotate(
             k, k_out, k_pitch, out_pitch, k_heads, block * HEADS, token, cos, sin, sign, D, PAIRS,
             HEADS, INTERLEAVED,
         )  # fmt: skip
+    else:
+        columns = (block - both) * (2 * HEADS * PAIRS) + tl.arange(0, 2 * HEADS * PAIRS)
+        inside = columns < v_width
+        copied = tl.load(v + token * v_pitch + columns, mask=inside)
+        tl.store(v_out + token * out_pitch + columns, copied, mask=inside)
 
 
 def _turn(
-    q: Tensor, k: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    sign: float,
 ) -> None:
-    """Rotate the rows of q and k, `[tokens, heads * d]`, into the first columns of `out`."""
+    """Rotate the rows of q and k, `[tokens, heads * d]`, into the first columns of `out`, and copy
+    those of v behind them."""
     d = 2 * cos.shape[-1]
     q_heads, k_heads = q.shape[1] // d, k.shape[1] // d
     block = min(8, triton.next_power_of_2(max(q_heads, k_heads)))
-    grid = (q.shape[0], triton.cdiv(q_heads, block) + triton.cdiv(k_heads, block))
-    _rotary[grid](
-        q, k, out, out[:, q.shape[1] :], cos, sin, cos.numel() // (d // 2), q.stride(0),
-        k.stride(0), out.stride(0), q_heads, k_heads, sign, D=d,
-        PAIRS=triton.next_power_of_2(d // 2), HEADS=block, INTERLEAVED=interleaved, num_warps=2,
+    pairs = triton.next_power_of_2(d // 2)
+    blocks = triton.cdiv(q_heads, block) + triton.cdiv(k_heads, block)
+    blocks += triton.cdiv(v.shape[1], 2 * block * pairs)
+    k_out, v_out = out[:, q.shape[1] :], out[:, q.shape[1] + k.shape[1] :]
+    _rotary[(q.shape[0], blocks)](
+        q, k, v, out, k_out, v_out, cos, sin, cos.numel() // (d // 2), q.stride(0), k.stride(0),
+        v.stride(0), out.stride(0), q_heads, k_heads, v.shape[1], sign, D=d, PAIRS=pairs,
+        HEADS=block, INTERLEAVED=interleaved, num_warps=2,
     )  # fmt: skip
 
 
@@ -161,7 +180,7 @@ def turn_(
     """Turn the first columns of y `[..., columns]`, q and then k, in place."""
     rows = y.view(-1, y.shape[-1])
     q, k = rows[:, :q_width], rows[:, q_width : q_width + k_width]
-    _turn(q, k, rows, cos, sin, interleaved, 1.0)
+    _turn(q, k, rows[:, :0], rows, cos, sin, interleaved, 1.0)
 
 
 @turn_.register_fake
@@ -174,13 +193,14 @@ def _(
 def turn_back(
     parts: list[Tensor], padding: int, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> Tensor:
-    """The columns of `parts`, of which the first two are turned back, and of padding, zeros."""
-    dq, dk, *rest = parts
+    """The columns of `parts`, of which the first two of at least three are turned back, and of
+    padding, zeros."""
+    dq, dk, dv, *rest = parts
     widths = [x.shape[-1] for x in parts]
     dy = dq.new_empty(*dq.shape[:-1], sum(widths) + padding)
-    dq, dk = (x.contiguous().flatten(0, -2) for x in (dq, dk))
-    _turn(dq, dk, dy.flatten(0, -2), cos, sin, interleaved, -1.0)
-    *places, zeros = dy.split([*widths, padding], -1)[2:]
+    dq, dk, dv = (x.contiguous().flatten(0, -2) for x in (dq, dk, dv))
+    _turn(dq, dk, dv, dy.flatten(0, -2), cos, sin, interleaved, -1.0)
+    *places, zeros = dy.split([*widths, padding], -1)[3:]
     for place, part in zip(places, rest, strict=True):
         place.copy_(part)
     zeros.zero_()

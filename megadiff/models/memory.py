@@ -7,8 +7,9 @@ q, k, v, o widths of the projections and of the mixer's output; all but h over t
     two norms and their outputs              4 h   (over the tensor ranks under sequence parallel;
                                                     recomputed: 2 h)
     projection, q and k rotated in place     q + k + v
-    attention, both branches and statistics  2 o   (with a norm of the heads 3 o, but 2 o where
-                                                    norms are recomputed; all recomputed: o)
+    attention and its statistics             o     (both branches 2 o, with a norm of the heads 3 o,
+                                                    but 2 o where norms are recomputed; all
+                                                    recomputed: o)
     gate and up, and their product           3 f   (without a gate 2 f; recomputed: f less)
 
 Context parallelism keeps copies instead of the projection: q, keys and values of the whole
@@ -160,7 +161,7 @@ def layer_elements(
     q, k = branches * heads * d, groups * d * (2 if mixer == "diff_v1" else 1)
     v, o = groups * d_v, heads * d_v
     recomputed = recompute.chooses("core_attn")
-    outputs = 1 if recomputed else 2
+    outputs = 1 if recomputed else branches
     normed = mixer == "diff_v1" and m.diff_head_norm != "none"
     if normed and not (recomputed or recompute.chooses("layernorm")):
         outputs = 3
