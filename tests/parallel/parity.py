@@ -1,13 +1,14 @@
 """The parity matrix: which splits are run, and how a split is compared with one process.
 
 A `Cell` names one value of every dimension. `matrix()` picks cells such that every pair of values
-that can occur together does occur in some cell. `run_cell` trains a small model for a few steps in
-float64, as the training loop does, and returns what must not depend on the split.
+that can occur together does occur in some cell. `run_cell` trains a small model for a few steps,
+as the training loop does, and returns what must not depend on the split.
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, product
 from typing import Any, get_args
 
@@ -56,7 +57,8 @@ class Cell:
     data: int = 1
     sharded: bool = False  # the optimizer's state
     micro_batches: int = 4  # of a data rank in a step
-    recompute: str = "none"
+    recompute: str = "none"  # modules: all that selective recomputation can choose
+    precision: str = "fp64"
     vocab: int = 53
     layers: int = 4
 
@@ -89,7 +91,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "data": (1, 2),
     "sharded": (False, True),
     "micro_batches": (1, 2, 4),
-    "recompute": ("none", "selective", "uniform1", "uniform2", "block1"),
+    "recompute": ("none", "selective", "modules", "uniform1", "uniform2", "block1"),
 }
 
 SPLIT = ("mixer", "tensor", "sequence", "pipeline", "context", "data", "sharded", "micro_batches")
@@ -103,7 +105,8 @@ def config_of(cell: Cell) -> Config:
     layout = {"list": "1,3", "balanced": "balanced"}.get(kind, "even")
     layer_style = cell.style == "layer"
     hybrid = cell.mixer not in get_args(TokenMixer)
-    granularity = {"none": None, "selective": "selective"}.get(cell.recompute, "full")
+    chosen = {"none": None, "selective": "selective", "modules": "selective"}
+    granularity = chosen.get(cell.recompute, "full")
     model = ModelConfig(
         num_layers=cell.layers,
         hidden_size=32,
@@ -133,12 +136,14 @@ def config_of(cell: Cell) -> Config:
         recompute_method=cell.recompute[:-1] if granularity == "full" else None,  # type: ignore
         recompute_num_layers=int(cell.recompute[-1]) if granularity == "full" else 1,
     )
+    if cell.recompute == "modules":
+        parallel.recompute_modules += ["layernorm", "mlp_act"]
     training = TrainingConfig(
         seq_length=LENGTH,
         micro_batch_size=GLOBAL_BATCH // (cell.data * cell.micro_batches),
         global_batch_size=GLOBAL_BATCH,
         train_iters=STEPS,
-        fp64=True,
+        fp64=cell.precision == "fp64",
         device="cpu",
     )
     optimizer = OptimizerConfig(
@@ -150,14 +155,14 @@ def config_of(cell: Cell) -> Config:
     return Config(model, parallel, training, optimizer)
 
 
-def why_excluded(cell: Cell) -> str | None:
-    """Why a cell is not run, or None."""
-    if cell.world > 4:
+def why_excluded(cell: Cell, processes: int = 4) -> str | None:
+    """Why a cell is not run on at most `processes`, or None."""
+    if cell.world > processes:
         return f"{cell.world} processes"
-    if cell.world == 1:
-        return "a single process"
     if cell.sequence and cell.tensor == 1:
         return "sequence parallel without tensor parallel is nothing"
+    if cell.world == 1:
+        return "a single process"
     if cell.sharded and cell.data * cell.context == 1:
         return "nothing to shard over"
     try:
@@ -173,7 +178,8 @@ def pairs_of(cell: Cell) -> set[tuple]:
     return set(combinations(items, 2))
 
 
-def possible_pairs() -> tuple[set[tuple], dict[tuple, str]]:
+@cache
+def possible_pairs(processes: int = 4) -> tuple[set[tuple], dict[tuple, str]]:
     """Pairs that occur in some cell that can run, and the others with a reason.
 
     A pair is possible if it is with the plainest values elsewhere, or with a little more of what it
@@ -185,7 +191,7 @@ def possible_pairs() -> tuple[set[tuple], dict[tuple, str]]:
         for va, vb in product(values_a, values_b):
             reasons = []
             for cell in _around({a: va, b: vb}):
-                reason = why_excluded(cell)
+                reason = why_excluded(cell, processes)
                 if reason is None:
                     possible.add(((a, va), (b, vb)))
                     break
@@ -207,20 +213,24 @@ def _cell(values: dict[str, Any]) -> Cell:
     return Cell(**values, layers=8 if values.get("pipeline") == "4x2" else 4)
 
 
-def matrix(seed: int = 0, candidates: int = 60) -> list[Cell]:
-    """Cells that together hold every possible pair; greedy, the same list every time."""
-    generator = random.Random(seed)
-    missing, _ = possible_pairs()
+@cache
+def matrix(processes: int = 4, beyond: int = 1) -> list[Cell]:
+    """Cells that together hold every pair that is possible on `processes` but not on `beyond`.
+
+    Greedy, the best of 60 at a time; the same list every time.
+    """
+    generator = random.Random(0)
+    missing = possible_pairs(processes)[0] - possible_pairs(beyond)[0]
     splits = [
         dict(zip(SPLIT, values, strict=True)) for values in product(*(VALUES[n] for n in SPLIT))
     ]
-    splits = [split for split in splits if why_excluded(_cell(split)) is None]
+    splits = [split for split in splits if why_excluded(_cell(split), processes) is None]
     cells: list[Cell] = []
     while missing:
         pair = dict(min(missing, key=repr))
         fitting = [s for s in splits if all(s.get(n, v) == v for n, v in pair.items())]
         tries = []
-        for _ in range(candidates):
+        for _ in range(60):
             model = {n: generator.choice(VALUES[n]) for n in VALUES if n not in SPLIT}
             tries.append(_cell(model | generator.choice(fitting) | pair))
         cells.append(max(tries, key=lambda cell: len(pairs_of(cell) & missing)))
@@ -350,29 +360,34 @@ def _by_name(model: Model, tensors: dict[Any, Tensor]) -> dict[str, tuple[int, i
 
 
 def differences(ours: Outcome, whole: Outcome) -> dict[str, float]:
-    """Relative differences of a rank's outcome from the single process's, by what they are of."""
+    """Relative differences of a rank's outcome from the single process's, by what they are of.
+
+    Infinity where something is not a number, which would be smaller than no other difference.
+    """
     found = {}
-    for name in ("losses", "norms"):
-        pairs = zip(getattr(ours, name), getattr(whole, name), strict=True)
-        found[name] = max(abs(a - b) / abs(b) for a, b in pairs)
-    found["evaluation"] = abs(ours.evaluation - whole.evaluation) / whole.evaluation
+    for name in ("losses", "norms", "evaluation"):
+        a, b = (torch.tensor(getattr(o, name), dtype=torch.float64) for o in (ours, whole))
+        found[name] = ((a - b) / b).abs()
     for kind in ("gradients", "weights"):
         expected = getattr(whole, kind)
         for name, (offset, dim, part) in getattr(ours, kind).items():
-            full = expected[name][2]
+            full = expected[name][2].double()
             wanted = full.narrow(dim, offset, part.shape[dim])
-            error = (part - wanted).norm() / full.norm()
-            found[f"{kind} of {name}"] = error.item()
-    return found
+            found[f"{kind} of {name}"] = (part - wanted).norm() / full.norm()
+    return {name: e.nan_to_num(nan=torch.inf).max().item() for name, e in found.items()}
 
 
 def report() -> str:
     """The cells, and the pairs of values that no cell holds with the reason."""
-    cells = matrix()
-    possible, excluded = possible_pairs()
-    covered = set().union(*map(pairs_of, cells)) & possible
+    cells, slow = matrix(), matrix(8, beyond=4)
+    possible, excluded = possible_pairs(8)
+    covered = set().union(*map(pairs_of, [*cells, *slow])) & possible
     lines = [f"{cell.world} processes  {cell}" for cell in cells]
-    lines.append(f"{len(cells)} cells hold {len(covered)} of {len(possible)} possible pairs")
+    lines += [f"{cell.world} processes, slow  {cell}" for cell in slow]
+    lines.append(
+        f"{len(cells)} cells, and {len(slow)} slow ones, hold {len(covered)} of {len(possible)} "
+        "possible pairs"
+    )
     for ((a, va), (b, vb)), reason in excluded.items():
         lines.append(f"excluded: {a} {va} with {b} {vb}: {reason}")
     return "\n".join(lines)
