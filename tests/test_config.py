@@ -63,6 +63,7 @@ def test_missing_file():
     [
         (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers?"),
         (["--num-layers", "three"], "invalid int value: 'three'"),
+        (["--pipeline-schedule", "zbv"], "--pipeline-schedule: invalid choice: 'zbv'"),
     ],
 )
 def test_bad_flags(flags, message):

@@ -170,7 +170,9 @@ class ParallelConfig:
         "even", "layers of each stage: even, balanced (by cost), or their numbers, such as 5,6,6,5"
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] | None = _option(
-        None, "order of micro-batches; 1f1b by default, interleaved_1f1b with virtual stages"
+        None,
+        "order of micro-batches; 1f1b by default, interleaved_1f1b with virtual stages; there are "
+        "no zero-bubble schedules, which would not be exact",
     )
     context_parallel_size: int = _option(1, "ranks that share every sequence")
     recompute_granularity: Literal["full", "selective"] | None = _option(

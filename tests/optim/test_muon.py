@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megadiff.config import OptimizerConfig
 from megadiff.optim.muon import is_muon_matrix, orthogonalize
 from megadiff.optim.optimizer import Optimizer
-from megadiff.parallel.parameter import Init, Section, make_parameter
+from megadiff.parallel.parameter import Init, Section, initialize, make_parameter
 from tests.distributed import run_distributed
 from tests.optim.test_model_splits import Split, assert_equal_training, train
 
@@ -65,6 +65,24 @@ def test_steps_follow_the_formulas() -> None:
         update = by_singular_values(0.05 * gradient + 0.95 * momentum)
         expected = expected * (1 - 0.02 * 0.1) - 0.02 * 0.2 * 3 * update
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-12)
+
+
+def test_sections_of_a_fused_weight_are_orthogonalised_apart() -> None:
+    sections = [
+        Section("q", (4, 6), 0, 4, 0, "matrix", Init(1.0)),
+        Section("k", (5, 6), 4, 5, 0, "matrix", Init(1.0)),
+    ]
+    fused = make_parameter((9, 6), sections, dtype=torch.float64, device="cpu")
+    modules = nn.ParameterList([fused])
+    initialize(modules, 1)
+    before, gradient = fused.detach().clone(), torch.randn(9, 6, dtype=torch.float64)
+    optimizer = Optimizer(modules, replace(CONFIG, clip_grad=0.0, weight_decay=0.0))
+    optimizer.zero_grad()
+    (fused * gradient).sum().backward()
+    optimizer.step(0.02)
+    update = torch.cat([by_singular_values(part) for part in gradient.split([4, 5])])
+    expected = before - 0.02 * 0.2 * 6**0.5 * update
+    torch.testing.assert_close(fused.detach(), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Topologies of 512 ranks, on torch's fake backend in one process."""
 
 from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megadiff.parallel.mesh import Axis, ParallelMesh, build_mesh
+from tests.distributed import run_distributed
 
 WORLD = 512
 
@@ -60,6 +64,21 @@ def test_ranks_that_share_a_key_value_group_are_neighbours(as_rank):
     mesh = as_rank(13, tensor=8, kv_copies=4)
     assert members(mesh.tp_copies) == [12, 13, 14, 15]
     assert (mesh.tp_copies.rank, mesh.tp_copies.size) == (1, 4)
+
+
+def timeouts() -> list[timedelta]:
+    """Of all groups of a mesh."""
+    mesh = build_mesh(tensor=2, kv_copies=2, pipeline=2, timeout=timedelta(seconds=77))
+    groups = [getattr(mesh, f.name) for f in fields(mesh)]
+    groups = [axis.group for axis in groups if isinstance(axis, Axis) and axis.group is not None]
+    assert mesh.device_mesh is not None
+    groups += mesh.device_mesh.get_all_groups()
+    return [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
+
+
+def test_every_group_has_the_given_timeout():
+    for found in run_distributed(4, timeouts):
+        assert len(found) == 9 and set(found) == {timedelta(seconds=77)}
 
 
 def test_named_axes_for_torch_parts(as_rank):

@@ -1,12 +1,14 @@
 """A model split over tensor-parallel ranks has the losses and gradients of the whole one."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megadiff.config import ModelConfig
 from megadiff.models.decoder import Decoder
+from megadiff.parallel import collectives
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
 from megadiff.parallel.parameter import initialize, local_view, record_of
 from tests.distributed import run_distributed
@@ -79,6 +81,34 @@ def split_job(config: ModelConfig, kv_copies: int, sequence_parallel: bool, pack
     world = torch.distributed.get_world_size()
     mesh = build_mesh(tensor=world, kv_copies=kv_copies, sequence_parallel=sequence_parallel)
     return loss_and_gradients(config, mesh, packed)
+
+
+def gathers(mixer: str) -> list[int]:
+    """How often the sequence is gathered, in forward and in backward."""
+    begin, count = collectives.PendingGather.__init__, 0
+
+    def counted(self: Any, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        begin(self, *args)
+
+    collectives.PendingGather.__init__ = counted  # type: ignore[method-assign]
+    mesh = build_mesh(tensor=2, sequence_parallel=True)
+    config = small(ModelConfig(token_mixer=mixer), 2)  # type: ignore[arg-type]
+    model = Decoder(config, mesh, dtype=torch.float64)
+    initialize(model, seed=7)
+    tokens, positions = torch.zeros(1, 8, dtype=torch.long), torch.arange(8).unsqueeze(0)
+    loss = model(tokens, positions, tokens).sum()
+    forward = count
+    loss.backward()
+    return [forward, count - forward]
+
+
+@pytest.mark.parametrize("mixer", ["standard", "diff_v1", "diff_v2", "gated_delta_net"])
+def test_the_sequence_is_gathered_once_for_a_mixer_and_once_for_an_mlp(mixer):
+    """And before the logits. Backward gathers both inputs again, two gradients, the embedding's."""
+    for counts in run_distributed(2, gathers, mixer):
+        assert counts == [2 * 2 + 1, 2 * 4 + 1]
 
 
 @pytest.mark.parametrize("case", CASES)
