@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megadiff.config import OptimizerConfig
+from megadiff.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, validate
+from megadiff.models.decoder import Decoder
+from megadiff.models.memory import estimate_memory
 from megadiff.optim.optimizer import Optimizer
 from megadiff.parallel.parameter import Init, Section, make_parameter
 from tests.distributed import run_distributed
@@ -60,6 +62,7 @@ def allocated() -> int:
         (torch.bfloat16, {}, 2 + 4, 4 + 4 + 4),
         (torch.bfloat16, {"accumulate_allreduce_grads_in_fp32": False}, 2 + 2, 4 + 4 + 4),
         (torch.bfloat16, {"main_weights": "kahan"}, 2 + 4, 2 + 4 + 4),
+        (torch.bfloat16, {"main_weights": "stochastic"}, 2 + 4, 4 + 4),
         (torch.bfloat16, {"optimizer": "muon"}, 2 + 4, 4 + 4),
         (torch.bfloat16, PURE, 2 + 2, 2 + 2),
     ],
@@ -78,3 +81,28 @@ def test_nothing_stays_when_model_and_optimizer_are_gone() -> None:
     before = allocated()
     bytes_per_parameter(OptimizerConfig(), torch.bfloat16)
     assert allocated() - before < PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"main_weights": "kahan"},
+        {"main_weights": "stochastic"},
+        PURE,
+        *({"optimizer": o} for o in ("muon", "sgd")),
+    ],
+)
+def test_estimate_counts_the_state_of_every_optimizer(options: dict) -> None:
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128, token_mixer="diff_v1"
+    )
+    config = Config(
+        model,
+        optimizer=OptimizerConfig(**options),
+        training=TrainingConfig(bf16=True, train_iters=1),
+    )
+    validate(config, 1)
+    (estimate,) = estimate_memory(config, 1)
+    optimizer = Optimizer(Decoder(model, dtype=torch.bfloat16), config.optimizer)
+    assert estimate.optimizer == sum(p.values.nbytes for p in optimizer.state_pieces())
