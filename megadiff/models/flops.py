@@ -30,10 +30,15 @@ class ModelSize:
     training_flops_per_token: float
 
 
+def whole_model(m: ModelConfig, seq_length: int) -> Decoder:
+    """The model of all ranks together, without values, to count what is in it."""
+    return Decoder(m, max_positions=seq_length, device="meta")
+
+
 def model_size(m: ModelConfig, seq_length: int) -> ModelSize:
     """Size of the model that `m`, with its vocabulary set, describes."""
     assert m.vocab_size is not None
-    whole = Decoder(m, max_positions=seq_length, device="meta")
+    whole = whole_model(m, seq_length)
     sections: dict[str, Section] = {s.name: s for _, s in named_sections(whole)}
     parameters = sum(math.prod(s.shape) for s in sections.values())
     products = m.vocab_size * m.hidden_size + sum(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
-from megadiff.models.flops import ModelSize, model_size
+from megadiff.models.flops import ModelSize, model_size, whole_model
 from megadiff.models.memory import Memory
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
@@ -70,7 +70,7 @@ def pretrain(config: Config) -> str:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
         describe(size, memory, data, env, log)
         for line in [
-            *describe_groups([engine.model], config.optimizer),
+            *describe_groups([whole_model(config.model, t.seq_length)], config.optimizer),
             *filter(None, engine.notes),
         ]:
             log.line(f" {line}")

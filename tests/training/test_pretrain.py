@@ -48,6 +48,7 @@ def test_a_run_learns_and_its_log_says_so(alone: Path) -> None:
         (2, ["--tensor-model-parallel-size", "2", "--micro-batch-size", "4"]),
         (2, ["--micro-batch-size", "1"]),
         (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        (2, ["--pipeline-model-parallel-size", "2"]),
     ],
 )
 def test_every_split_and_micro_batch_trains_alike(
@@ -64,6 +65,11 @@ def test_every_split_and_micro_batch_trains_alike(
         [e["grad_norm"] for e in read(log) if e["kind"] == "train"] for log in (tmp_path, alone)
     ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+    rules = [
+        [line for line in (log / "log.txt").read_text().splitlines() if " decay" in line]
+        for log in (tmp_path, alone)
+    ]
+    assert rules[0] == rules[1] and len(rules[0]) == 3  # of the whole model, whatever the split
 
 
 @pytest.mark.parametrize("mixer", [["diff_v2"], ["diff_v1", "--diff-lambda-per-head"]])
@@ -96,6 +102,23 @@ def test_a_run_resumes_on_another_split(data: str, alone: Path, tmp_path: Path) 
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-9)
     text = (tmp_path / "log.txt").read_text()
     assert "changed since: parallel.tensor_model_parallel_size 2 -> 1" in text
+
+
+def test_the_schedule_at_resume_follows_megatrons_rules(data: str, tmp_path: Path) -> None:
+    """Another rate is refused, or taken, or given up for that of the checkpoint."""
+
+    def rates(name: str) -> list[float]:
+        return [e["learning_rate"] for e in read(tmp_path / name) if e["kind"] == "train"]
+
+    saved = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "whole")]
+    train(flags(data, *saved, "--save-interval", "3"))
+    argv = flags(data, "--load", str(tmp_path / "saved"), "--ckpt-step", "3", "--lr", "0.02")
+    with pytest.raises(CheckpointError, match=r"lr 0\.02 \(checkpoint: 0\.01\).*--override-opt_"):
+        train(argv)
+    for name, flag in [("new", "override"), ("old", "use-checkpoint")]:
+        train([*argv, f"--{flag}-opt_param-scheduler", "--log-dir", str(tmp_path / name)])
+    assert rates("old") == rates("whole")[3:]
+    assert rates("new") == pytest.approx([2 * rate for rate in rates("old")])
 
 
 def test_weights_alone_start_a_run_of_its_own(data: str, tmp_path: Path) -> None:
