@@ -14,8 +14,10 @@ import torch
 from megadiff.config import Config, ConfigError, load_config, validate
 from megadiff.data.loader import BatchLoader
 from megadiff.models.mlp import MLP
+from megadiff.parallel.parameter import named_sections
 from megadiff.training import loop
 from megadiff.training.checkpointing import Progress
+from megadiff.training.engine import NativeEngine
 from megadiff.training.errors import NotFiniteError
 from megadiff.training.faults import Spike, StepWatch, passed_over, window_to_skip
 from megadiff.training.metrics import Outcome
@@ -287,6 +289,32 @@ def test_a_spike_without_a_checkpoint_before_it_is_told(data: str, tmp_path: Pat
     assert train_poisoned(argv) == "finished"
     text = (tmp_path / "log.txt").read_text()
     assert "there is no whole checkpoint from before it; the run goes on" in text
+
+
+def train_drifting(argv: list[str]) -> str:
+    """Train on this rank; in the third step one bit of a weight of rank 1 changes."""
+    step = NativeEngine.step
+
+    def drifting(self, *rates):
+        result = step(self, *rates)
+        if self.optimizer.steps == 3 and os.environ["RANK"] == "1":
+            found = (
+                p for p, s in named_sections(self.model) if s.name == "layers.1.mlp_norm.weight"
+            )
+            next(found).data.view(torch.int32)[0] ^= 1
+        return result
+
+    NativeEngine.step = drifting
+    return train(argv)
+
+
+def test_replicas_that_drift_apart_end_the_run_with_the_first_name(data: str) -> None:
+    flag = "--check-weight-hash-across-dp-replicas-interval"
+    run_distributed(2, train, flags(data, flag, "2"))
+    name = "layers.1.mlp_norm.weight differs between data-parallel replicas, and so do 0 more"
+    with pytest.raises(AssertionError, match=f"ReplicaError: {name}"):
+        run_distributed(2, train_drifting, flags(data, flag, "2"))
+    run_distributed(2, train_drifting, flags(data))  # nobody looks
 
 
 def train_slowly(argv: list[str], slow: int) -> str:
