@@ -1,6 +1,7 @@
 """When one rank fails the job ends soon, and says first why."""
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -46,5 +47,43 @@ def test_an_exception_on_one_rank_ends_all(how):
 def test_a_hang_is_reported_with_rank_and_collective():
     output, _ = launch("hang")
     report = output[output.index("rank 0: Traceback") :]
-    assert re.search(r"Timed? ?out", report, re.IGNORECASE)
-    assert "pipelining" in report  # what rank 0 waited in
+    assert "in _step_microbatches" in report  # where rank 0 waited, and in what
+    assert re.search(r"Timed out waiting \d+ms for (send|recv) operation", report)
+
+
+HANGING = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+torch.cuda.set_device(0)
+wait = timedelta(seconds=5)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+x = torch.ones(8, device="cuda")
+dist.all_reduce(x)
+torch.cuda.synchronize()
+torch.cuda._sleep(10**12)  # minutes, for which the next message waits
+dist.all_reduce(x)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_nccl_tells_rank_and_collective_of_a_hang_and_leaves_the_flight_recorders_file(tmp_path):
+    """With the settings of the launch scripts; one GPU's own work holds its message up."""
+    command = 'source launch/environment.sh; exec "$0" -c "$1"'
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the new and the old
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, HANGING],
+        cwd=ROOT,
+        env=os.environ | dict.fromkeys(names, str(tmp_path / "rank_")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    assert re.search(r"Rank 0\].* timeout: WorkNCCL\(.*OpType=ALLREDUCE", done.stdout), done.stdout
+    entries = pickle.loads((tmp_path / "rank_0").read_bytes())["entries"]
+    assert [e["profiling_name"] for e in entries] == ["nccl:all_reduce"] * 2
+    assert [e["state"] == "completed" for e in entries] == [True, False]
