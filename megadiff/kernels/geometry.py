@@ -7,6 +7,7 @@ None is no limit.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,8 +47,18 @@ def make_geometry(
     seqused_k: Tensor | None,
 ) -> Geometry:
     """Check the arguments that describe visibility against the shapes of q and k, and normalise
-    them."""
-    left, right = (None if side is None or side < 0 else int(side) for side in window or (-1, -1))
+    them.
+
+    What `cu_seqlens` and `seqused_k` hold is checked on the CPU alone: a GPU would have to wait."""
+    if window is None:
+        window = (-1, -1)
+    elif not (
+        isinstance(window, tuple | list)
+        and len(window) == 2
+        and all(isinstance(side, int) for side in window)
+    ):
+        raise ValueError(f"window must be two integers (left, right), not {window}")
+    left, right = (None if side < 0 else side for side in window)
     if causal:
         right = 0
     if cu_seqlens_q is None:
@@ -78,12 +89,48 @@ def make_geometry(
                 f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
             )
         rows = cu_seqlens_q.shape[0] - 1
+        if rows < 0:
+            raise ValueError("cu_seqlens_q is empty; without documents it is [0]")
         # Bounds that are always right; a smaller given value saves work.
         max_seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
     if seqused_k is not None and tuple(seqused_k.shape) != (rows,):
         raise ValueError(f"seqused_k must be [{rows}]; got {tuple(seqused_k.shape)}")
-    return Geometry(left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    result = Geometry(
+        left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+    )
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        x = getattr(result, name)
+        if x is not None and x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, not {x.dtype}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, and q is on {q.device}")
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(result, q, k)
+    return result
+
+
+def _check_values(geometry: Geometry, q: Tensor, k: Tensor) -> None:
+    used = None if geometry.seqused_k is None else geometry.seqused_k.tolist()
+    if not geometry.packed:
+        if used and max(used) > k.shape[1]:
+            raise ValueError(f"seqused_k {used} exceeds the {k.shape[1]} keys of a row")
+        return
+    for name, x in (("q", q), ("k", k)):
+        bounds = getattr(geometry, f"cu_seqlens_{name}").tolist()
+        lengths = [end - begin for begin, end in pairwise(bounds)]
+        if bounds[0] != 0 or bounds[-1] > x.shape[0] or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"cu_seqlens_{name} must rise from 0 to at most the {x.shape[0]} tokens of {name}; "
+                f"got {bounds}"
+            )
+        longest = getattr(geometry, f"max_seqlen_{name}")
+        if max(lengths, default=0) > longest:
+            raise ValueError(
+                f"max_seqlen_{name} is {longest}, and a document has {max(lengths)} tokens"
+            )
+    if used and any(n > length for n, length in zip(used, lengths, strict=True)):  # of k
+        raise ValueError(f"seqused_k {used} exceeds the documents' keys {lengths}")
 
 
 def visible(q_position: Tensor, k_position: Tensor, left: int | None, right: int | None) -> Tensor:

@@ -48,7 +48,8 @@ def diff_attention(
 
     Shapes as `megadiff.kernels.diff_attention`.
     """
-    q, k, v, lam = (x.to(wide(x.dtype)) for x in (q, k, v, lam))
+    q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
+    lam = lam.to(q.dtype)
     if geometry.packed:
         q, k, v = q[None], k[None], v[None]
         lam = lam[None] if lam.dim() == 2 else lam

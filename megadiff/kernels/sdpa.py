@@ -147,14 +147,15 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) ->
         scale=scale,
         window_size_left=None if window == (-1, 0) else window[0],
         window_size_right=None if window == (-1, 0) else window[1],
-        seqused_k=None if used is None else used.int(),
+        # beyond the keys lies other memory
+        seqused_k=None if used is None else used.int().clamp(0, max_k),
     )[0]
     if geometry.packed:
         return torch.where(inside_q[:, None, None], out, 0)  # type: ignore[possibly-undefined]
     return out.view(batch, n_q, *out.shape[-2:])
 
 
-def _on_flash(q: Tensor, v: Tensor, geometry: Geometry) -> bool:
+def _on_flash(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> bool:
     """Whether the call is one that FlashAttention-2 serves and `scaled_dot_product_attention` does
     not."""
     plain = geometry.left is None and geometry.right in (None, 0) and geometry.seqused_k is None
@@ -165,14 +166,20 @@ def _on_flash(q: Tensor, v: Tensor, geometry: Geometry) -> bool:
         and q.shape[-1] % 8 == 0
         and (geometry.packed or not plain)
         # torch's backward does not know the key lengths
-        and (geometry.seqused_k is None or not (torch.is_grad_enabled() and q.requires_grad))
+        and (
+            geometry.seqused_k is None
+            or not torch.is_grad_enabled()
+            or not any(x.requires_grad for x in (q, k, v))
+        )
     )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) -> Tensor:
     """Standard attention; shapes as `megadiff.kernels.attention`."""
     width = v.shape[-1]
-    on_flash = _on_flash(q, v, geometry)
+    if scale <= 0:  # torch's kernels count on a positive one
+        q, scale = q * scale, 1.0
+    on_flash = _on_flash(q, k, v, geometry)
     if q.shape[-1] != width and (on_flash or q.device.type == "cpu"):
         # The kernels that need no maps in memory want equal widths; zeros change no product.
         q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
@@ -191,7 +198,7 @@ def _branches_on_cuda(
     """A call per branch on strided views; FlashAttention-2 takes values of twice the width by
     halves."""
     d = q.shape[-1]
-    halves = v.split(d, -1) if _on_flash(q, v, geometry) and v.shape[-1] == 2 * d else (v,)
+    halves = v.split(d, -1) if _on_flash(q, k, v, geometry) and v.shape[-1] == 2 * d else (v,)
     first, second = (
         torch.cat(
             [attention(q[..., i::2, :], k[..., i::2, :], x, scale, geometry) for x in halves], -1

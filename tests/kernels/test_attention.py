@@ -1,6 +1,9 @@
 """The attention operators against their definition, in float64."""
 
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadiff.kernels import attention, diff_attention
-from tests.kernels.cases import CASES, Case, by_loops
+from tests.kernels.cases import CASES, Case, by_loops, sees
 
 DATA = Path(__file__).parents[1] / "data"
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -130,3 +133,86 @@ def test_compiles_without_graph_breaks(name: str) -> None:
     torch.testing.assert_close(compiled, expected)
     for mine, theirs in zip(gradients(compiled, inputs), gradients(expected, inputs), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@both_backends
+@pytest.mark.parametrize("name", ["packed_empty_and_padding", "seqused_window", "v2_groups"])
+def test_gradients_with_the_norm_are_those_of_finite_differences(name: str, backend: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    weight = torch.rand(case.d_v, dtype=torch.float64, requires_grad=True)
+
+    def run(*tensors: Tensor) -> Tensor:
+        options = case.call_options() | {"norm_eps": 1e-2, "out_scale": 0.7}
+        return diff_attention(*tensors[:4], norm_weight=tensors[4], **options, backend=backend)
+
+    assert torch.autograd.gradcheck(run, (*case.inputs(torch.float64), weight), fast_mode=True)
+
+
+@both_backends
+@pytest.mark.parametrize("needed", range(5))
+def test_one_input_alone_may_need_a_gradient(needed: int, backend: str) -> None:
+    case = next(case for case in CASES if case.name == "prefill_seqused")
+    inputs = (*case.inputs(torch.float64), torch.rand(4, dtype=torch.float64, requires_grad=True))
+    results = []
+    for leaves in (inputs, tuple(x.detach() for x in inputs)):
+        leaves[needed].requires_grad_()
+        options = case.call_options() | {"norm_weight": leaves[4], "norm_eps": 1e-5}
+        out = diff_attention(*leaves[:4], **options, backend=backend)
+        results.append(gradients(out, (leaves[needed],))[0])
+    assert results[0].any() and torch.equal(*results)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    "name", ["more_queries", "decode_seqused", "packed_empty_and_padding", "packed_two_lengths"]
+)
+def test_rows_without_keys_give_and_pass_exactly_nothing(name: str, backend: str) -> None:
+    """Nor do keys that no query sees get any gradient."""
+    case = next(case for case in CASES if case.name == name)
+    q, k, v, lam = case.inputs(torch.float32)
+    n_k = k.shape[-3]
+    rows = range(1 if case.packed else case.batch)
+    seen = torch.tensor(
+        [[[sees(case, b, i, j) for j in range(n_k)] for i in range(case.n_q)] for b in rows]
+    )
+    blind, unseen = (~seen.any(axis) for axis in (2, 1))
+    blind, unseen = (x[0] if case.packed else x for x in (blind, unseen))
+    assert blind.any()
+    out = diff_attention(q, k, v, lam, **case.call_options(), norm_eps=1e-5, backend=backend)
+    dq, dk, dv, dlam = gradients(out, (q, k, v, lam))
+    assert not out[blind].any() and not dq[blind].any()
+    assert not dk[unseen].any() and not dv[unseen].any()
+    assert case.lam != "tokens" or not dlam[blind].any()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.3])
+def test_scales_that_are_not_positive(scale: float) -> None:
+    case = Case("scale", options={"scale": scale})
+    inputs = case.inputs(torch.float64)
+    out, expected = diff_attention(*inputs, scale=scale, backend="sdpa"), by_loops(case, *inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@both_backends
+def test_lambda_may_be_of_another_type(backend: str) -> None:
+    q, k, v, lam = Case("lambda").inputs(torch.float32)
+    out = diff_attention(q, k, v, lam.double(), backend=backend)
+    assert torch.equal(out, diff_attention(q, k, v, lam, backend=backend))
+
+
+def test_auto_says_once_what_runs_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    operators = import_module("megadiff.kernels.attention")
+    operators._say_once.cache_clear()
+    inputs = Case("said").inputs(torch.float32)
+    with caplog.at_level("INFO", logger="megadiff"):
+        for _ in range(2):
+            diff_attention(*inputs)
+    assert caplog.messages == ["diff_attention runs on backend sdpa: the tensors are on the CPU"]
+
+
+def test_torch_kernels_that_are_not_deterministic_are_refused_as_such() -> None:
+    operators = import_module("megadiff.kernels.attention")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert "not deterministic" in (operators._why_not_sdpa(on_gpu, True, True) or "")
+    for needs_grad, deterministic in ((False, True), (True, False)):
+        assert operators._why_not_sdpa(on_gpu, needs_grad, deterministic) is None

@@ -27,8 +27,10 @@ WIDTHS = [
     (64, 64, True),
     (64, 128, True),
     (96, 96, True),
+    (96, 192, True),
     (128, 128, True),
     (128, 256, True),
+    (16, 16, False),
     (32, 32, False),
     (64, 64, False),
     (96, 96, False),
@@ -69,6 +71,22 @@ def test_fused(widths: tuple[int, int, bool], geometry: str, norm: bool) -> None
 @pytest.mark.parametrize("widths", [(64, 128, True), (128, 128, False), (64, 64, True)])
 def test_sdpa(widths: tuple[int, int, bool], geometry: str) -> None:
     check(gpu_case(geometry, *widths), norm=False, backend="sdpa")
+
+
+@pytest.mark.parametrize("needed", [0, 1, 2])
+def test_sdpa_with_key_lengths_and_one_gradient(needed: int) -> None:
+    """Torch's kernel for key lengths has no backward that knows them."""
+    case = gpu_case("seqused", 64, 64, False)
+    q, k, v, lam = (x.detach() for x in case.inputs(torch.bfloat16, device="cuda"))
+    options = case.call_options("cuda")
+    grads = []
+    for backend, dtype in (("sdpa", torch.bfloat16), ("reference", torch.float64)):
+        leaves = [x.to(dtype) for x in (q, k, v)]
+        leaves[needed].requires_grad_()
+        out = diff_attention(*leaves, lam, **options, backend=backend)
+        (grad,) = torch.autograd.grad(out, leaves[needed], torch.ones_like(out))
+        grads.append(grad.double())
+    assert (grads[0] - grads[1]).norm() <= 0.02 * grads[1].norm()
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
