@@ -153,8 +153,29 @@ def test_what_fla_has_not_is_refused(architecture, options, complaint):
         ({"attnres_block_size": 4}, "attnres_block_size 4"),
         ({"attn": {"layers": [1], "num_heads": 4, "window_size": 64}}, "window_size 64"),
         ({"num_heads": None}, "missing or no number"),
+        ({"attn": {"layers": [2], "num_heads": 4}}, r"attn .*\[2\].* can not be represented"),
+        ({"attn": {"num_heads": 4}}, "attn .* can not be represented"),
+        ({"model_type": "delta_net", "qk_norm": "none"}, "qk_norm none"),
+        ({"model_type": "delta_net", "qk_activation": "gelu"}, "qk_activation gelu"),
     ],
 )
 def test_what_we_have_not_is_refused(values, complaint):
     with pytest.raises(InteropError, match=f"config.json: .*{complaint}"):
-        read(model_type="gated_deltanet", **values)
+        read(**{"model_type": "gated_deltanet"} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"expand_k": 0.7}, "--delta-expand-k 0.7 x --hidden-size 32"),
+        ({"qk_norm": "sum"}, "must not be negative"),
+    ],
+)
+def test_a_model_that_can_not_be_is_not_imported(tmp_path, values, complaint):
+    save_checkpoint(tmp_path / "ours", decoder(CASES["delta_net"]))
+    export_checkpoint(tmp_path / "ours", tmp_path / "fla")
+    source = tmp_path / "fla" / "config.json"
+    source.write_text(json.dumps(json.loads(source.read_text()) | values))
+    with pytest.raises(InteropError, match=f"config.json: .*{complaint}"):
+        import_folder(tmp_path / "fla", tmp_path / "again")
+    assert not (tmp_path / "again").exists()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megadiff.config import Config, ModelConfig
+from megadiff.config import Config, ConfigError, ModelConfig
+from megadiff.config.validate_model import validate_model
 from megadiff.interop.checkpoint import check_against, read_checkpoint, write_checkpoint
 from megadiff.interop.hf.architecture import (
     CLASSES,
@@ -109,11 +110,15 @@ def import_folder(
             tensors.pop("lm_head.weight", None)
         m, tensors = _made_differential(m, tensors, variant, exact, head_norm, seed)
         architecture = "megadiff"
+    config = Config(model=m)
+    config.training.seq_length = int(values.get("max_position_embeddings", 2048))
+    try:
+        validate_model(m, config.training.seq_length)
+    except ConfigError as error:
+        raise InteropError(f"{source}: {error}") from None
     tensors = from_hf(tensors, m, architecture)
     if dtype is not None:
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    config = Config(model=m)
-    config.training.seq_length = int(values.get("max_position_embeddings", 2048))
     check_against(m, tensors, str(folder))
     _set_dtype(config, tensors)
     report = Report(root)

@@ -136,6 +136,8 @@ def from_fla_config(values: dict[str, Any], source: str) -> ModelConfig:
     attention = values.get("attn") or None
     specifications = attention if isinstance(attention, list) else [attention]
     attention = specifications[0] or {}
+    standard = set(attention.get("layers") or ())
+    qk_norm, qk_activation = values.get("qk_norm", "l2"), values.get("qk_activation", "silu")
     no = {
         "several kinds of attention": len(specifications) > 1,
         "hidden_act": values.get("hidden_act", "swish") != "swish",
@@ -146,7 +148,13 @@ def from_fla_config(values: dict[str, Any], source: str) -> ModelConfig:
         not in ("swish", "silu"),
         "window_size": attention.get("window_size") is not None,
         "qkv_bias": bool(attention.get("qkv_bias", False)),
+        "attn": bool(attention) and not ("layers" in attention and standard <= set(range(layers))),
     }
+    if mixer == "delta_net":
+        no |= {
+            "qk_norm": qk_norm not in ("l2", "sum"),
+            "qk_activation": qk_activation not in ("silu", "relu", "elu", "identity"),
+        }
     if any(no.values()):
         found = [key for key, present in no.items() if present]
         told = [f"{key} {(values | attention).get(key, '')}".strip() for key in found]
@@ -181,12 +189,10 @@ def from_fla_config(values: dict[str, Any], source: str) -> ModelConfig:
     )
     if mixer == "delta_net":
         m.delta_use_beta = bool(values.get("use_beta", True))
-        m.delta_qk_norm = values.get("qk_norm", "l2")
-        m.delta_qk_activation = values.get("qk_activation", "silu")
-    if attention:
+        m.delta_qk_norm, m.delta_qk_activation = qk_norm, qk_activation
+    if standard:
         symbols = {name: symbol for symbol, name in MIXER_SYMBOLS.items()}
         m.hybrid_layer_pattern = "".join(
-            symbols["standard" if layer in attention["layers"] else mixer]
-            for layer in range(layers)
+            symbols["standard" if layer in standard else mixer] for layer in range(layers)
         )
     return m
