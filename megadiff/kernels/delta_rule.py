@@ -67,3 +67,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> N
             "delta_rule takes q and k [batch, sequence, heads, key width], v [batch, sequence, "
             f"heads, value width], beta and g [batch, sequence, heads]; got {shapes}"
         )
+    if not all(x.is_floating_point() for x in (q, k, v, *per_head)):
+        types = ", ".join(str(x.dtype) for x in (q, k, v, *per_head))
+        raise TypeError(f"delta_rule takes float types; got {types}")

@@ -48,7 +48,8 @@ def chunk_delta_rule(
         lengths = lengths[lengths > 0]  # no memory for the states of empty documents
     layout = _layout(lengths, q.device)
     dtype = _accumulation_dtype(q, k, v, beta, g)
-    out, final = _ChunkDeltaRule.apply(q, k, v, beta, g, initial_state, scale, dtype, layout)  # type: ignore[misc]
+    with torch.autocast(q.device.type, enabled=False):  # products in `dtype`, and nothing below
+        out, final = _ChunkDeltaRule.apply(q, k, v, beta, g, initial_state, scale, dtype, layout)  # type: ignore[misc]
     return out, final if output_final_state else None
 
 
@@ -97,12 +98,13 @@ class _Layout:
 
 
 def _layout(lengths: Tensor, device: torch.device) -> _Layout:
-    size = max(1, min(CHUNK, int(lengths.max())))
+    longest = int(lengths.max()) if len(lengths) else 0
+    size = max(1, min(CHUNK, longest))
     count = -(-lengths // size)  # chunks per document
     order = torch.argsort(count, descending=True, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order))
-    active = (count[None] > torch.arange(int(count.max()))[:, None]).sum(1)  # documents per step
+    active = (count[None] > torch.arange(-(-longest // size))[:, None]).sum(1)  # documents per step
     first = torch.cat([active.new_zeros(1), active.cumsum(0)])
 
     document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

@@ -122,6 +122,21 @@ def test_training_reaches_every_parameter(ids):
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
+def test_the_state_is_float32_under_autocast(ids):
+    """As transformers' Trainer runs a model in mixed precision."""
+    model = make_model(["gated_delta_net"]).float()
+    cache = transformers.DynamicCache(config=model.config)
+    types = []
+    hook = model.model.layers[0].self_attn.o_norm.register_forward_pre_hook(
+        lambda _, inputs: types.append(inputs[0].dtype)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids, past_key_values=cache, use_cache=True).loss
+    loss.backward()
+    hook.remove()
+    assert types == [torch.float32] and cache.layers[0].delta_state[1].dtype == torch.float32
+
+
 def test_saved_code_travels_along(model, ids, tmp_path, module_cache):
     model.save_pretrained(tmp_path / "saved")
     again = transformers.AutoModelForCausalLM.from_pretrained(

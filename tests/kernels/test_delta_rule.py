@@ -136,10 +136,11 @@ def test_float32_on_correlated_keys(keys: str, beta: float) -> None:
     """Where keys are alike, a product of powers of the triangular matrix overflows.
 
     With beta < 1 errors die out, and stay within the few roundings of one chunk. At beta = 2 the
-    state is reflected and never damped: the roundings of all tokens add up.
+    state is reflected by 1 - beta k.k and never damped; k.k, a sum of `key_width` products, is off
+    by up to half as many eps, alike for equal keys, so that the errors of all tokens add up.
     """
-    length = 512
-    inputs: dict[str, Any] = make_inputs(1, length, key_width=32, value_width=16)
+    length, key_width = 512, 32
+    inputs: dict[str, Any] = make_inputs(1, length, key_width=key_width, value_width=16)
     if keys == "identical":
         inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
     if keys == "two clusters":
@@ -149,10 +150,33 @@ def test_float32_on_correlated_keys(keys: str, beta: float) -> None:
     single = {name: None if x is None else x.float() for name, x in inputs.items()}
     same = {name: None if x is None else x.double() for name, x in single.items()}
     expected = results(delta_rule_reference, same, None)
-    roundings = 64 if beta <= 1 else length
+    roundings = 64 if beta <= 1 else length * key_width / 2
     for found, right in zip(results(delta_rule, single, None), expected, strict=True):
         assert found.dtype == torch.float32
         assert error(found, right) < roundings * torch.finfo(torch.float32).eps
+
+
+def test_autocast_leaves_it_in_float32() -> None:
+    inputs: dict[str, Any] = make_inputs(1, 130, gated=True)
+    single = {name: x.float() for name, x in inputs.items()}
+    expected = results(delta_rule, single, None)
+
+    def under_autocast(**x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return delta_rule(**x)
+
+    for found, right in zip(results(under_autocast, single, None), expected, strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
+def test_nothing_to_do(batch: int, length: int) -> None:
+    inputs: dict[str, Any] = make_inputs(2, 5, gated=True)
+    some = {name: x[:batch, :length].requires_grad_() for name, x in inputs.items()}
+    state = make_state(batch, inputs)
+    out, final = delta_rule(**some, initial_state=state)
+    assert out.shape == (batch, length, 2, 7) and torch.equal(final, state)  # type: ignore[arg-type]
+    (out.sum() + final.sum()).backward()  # type: ignore[union-attr]
 
 
 def test_zero_rows_leave_the_state_alone() -> None:
@@ -225,6 +249,10 @@ def test_bad_input_is_named() -> None:
     inputs: dict[str, Any] = make_inputs(2, 10)
     with pytest.raises(ValueError, match=r"beta and g .*got .*\(2, 9, 2\)"):
         delta_rule(**(inputs | {"beta": inputs["beta"][:, :9]}))
+    with pytest.raises(TypeError, match=r"float types; got torch.int32, torch.float64"):
+        delta_rule(**(inputs | {"q": inputs["q"].int()}))
+    with pytest.raises(TypeError, match="must be int32 or int64"):
+        delta_rule(**inputs, cu_seqlens=torch.tensor([0.0, 20.0]))
     with pytest.raises(ValueError, match=r"initial_state must be \(2, 2, 5, 7\)"):
         delta_rule(**inputs, initial_state=make_state(3, inputs))
     for bounds, complaint in (

@@ -96,7 +96,8 @@ class MegadiffDeltaNet(nn.Module):
         v = v if self.config.delta_qk_activation == "silu" else F.silu(v)
         q, k = (self._normalized(x.unflatten(-1, (self.heads, -1)).to(wide)) for x in (q, k))
         v = v.unflatten(-1, (self.heads, -1)).to(wide)
-        y, memory = delta_rule(q * self.key_dim**-0.5, k, v, beta, g, memory)
+        with torch.autocast(q.device.type, enabled=False):  # the state is float32 there too
+            y, memory = delta_rule(q * self.key_dim**-0.5, k, v, beta, g, memory)
         if cache is not None:
             kept = cache.layers[self.layer_idx]
             kept.delta_state = (inputs, memory, kept.get_seq_length())
