@@ -29,6 +29,7 @@ def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
 
 def run(tool: str, work: Callable[[], int], interrupted: str = "interrupted") -> int:
     """The exit status of `work`; what a user can mend is said in one line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: work is kept
     try:
         return work()
     except BrokenPipeError:  # into head, for example; the rest of the work was not done

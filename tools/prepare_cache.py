@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megadiff.config import Config, load_config
+from megadiff.config import Config, iterations, load_config
 from megadiff.data.errors import DataError
 from megadiff.parallel.mesh import Axis
 from megadiff.training.data import build_data, set_vocabulary
@@ -23,9 +23,8 @@ def read_run(run_flags: list[str]) -> Config:
     t = config.training
     if t.global_batch_size is None or (t.train_iters is None and t.train_samples is None):
         raise DataError("give --global-batch-size and --train-iters or --train-samples of the run")
-    if t.train_iters is None:
-        assert t.train_samples is not None
-        t.train_iters = -(-t.train_samples // t.global_batch_size)
+    if t.train_samples is not None:
+        t.train_iters = iterations(t)
     return config
 
 

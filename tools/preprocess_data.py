@@ -45,7 +45,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--output-prefix", required=True, help="writes PREFIX_KEY_document.{bin,idx}"
     )
     group.add_argument(
-        "--overwrite", action="store_true", help="replace output, discard unfinished work"
+        "--overwrite",
+        action="store_true",
+        help="replace output, discard unfinished work of other settings",
     )
     group.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     group.add_argument(
@@ -127,6 +129,8 @@ def preprocess_and_report(arguments: argparse.Namespace) -> int:
 def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     interrupted = "interrupted; the same command goes on from here"
+    if "-" in arguments.input:  # which cannot be read again
+        interrupted = "interrupted; nothing was written"
     return run("preprocess_data", lambda: preprocess_and_report(arguments), interrupted)
 
 

@@ -28,7 +28,7 @@ from megadiff.config.reading import (
     update_config,
 )
 from megadiff.config.validate_split import data_parallel_size, stage_sizes
-from megadiff.config.validation import NATIVE_OPTIONS, validate
+from megadiff.config.validation import NATIVE_OPTIONS, iterations, validate
 
 __all__ = [
     "DELTA_MIXERS",
@@ -45,6 +45,7 @@ __all__ = [
     "TokenMixer",
     "TrainingConfig",
     "data_parallel_size",
+    "iterations",
     "load_config",
     "read_config_file",
     "read_yaml",

@@ -68,16 +68,16 @@ def _validate_rampup(t: TrainingConfig, multiple: int) -> None:
     )
 
 
-def _iterations(t: TrainingConfig) -> int:
+def iterations(t: TrainingConfig) -> int:
     """Steps in `train_samples`; what would not fill a last step is left out."""
     assert t.train_samples is not None and t.global_batch_size is not None
-    consumed = iterations = 0
+    consumed = steps = 0
     while (size := t.batch_size(consumed)) < t.global_batch_size:
         if consumed + size > t.train_samples:
-            return iterations
+            return steps
         consumed += size
-        iterations += 1
-    return iterations + (t.train_samples - consumed) // t.global_batch_size
+        steps += 1
+    return steps + (t.train_samples - consumed) // t.global_batch_size
 
 
 def _validate_float8(config: Config) -> None:
@@ -115,13 +115,13 @@ def _validate_training(config: Config, world_size: int) -> None:
     for size in sizes:
         validate_micro_batches(config.parallel, size // (t.micro_batch_size * dp))
     if t.train_samples is not None:
-        iterations = _iterations(t)
+        steps = iterations(t)
         require(
-            t.train_iters in (None, iterations),
+            t.train_iters in (None, steps),
             f"--train-iters {t.train_iters} and --train-samples {t.train_samples}, which are "
-            f"{iterations} steps: give one of them",
+            f"{steps} steps: give one of them",
         )
-        t.train_iters = iterations
+        t.train_iters = steps
     require(t.train_iters is not None, "--train-iters is missing: how many steps to train")
     require_at_least_zero(t, "eval_iters", "eval_interval", "seed")
     require_at_least_zero(o, "clip_grad", "weight_decay", "adam_eps", "sgd_momentum")

@@ -94,8 +94,9 @@ def read_data_args(path: str) -> list[str]:
 
 def read_per_split_data_args(path: str) -> dict[str, list[str] | None]:
     """The lists for train, valid and test of a `--per-split-data-args-path` file (JSON)."""
+    text = _read(path)
     try:
-        values = json.loads(_read(path))
+        values = json.loads(text)
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None
     if not isinstance(values, dict) or not set(values) <= set(SPLITS):

@@ -81,10 +81,10 @@ class IndexedDataset:
         if len(self):
             need = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         need = max(need, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize)
-        if self.bin_size < need:
+        if self.bin_size != need:
+            why = "it was cut off" if self.bin_size < need else "the index is of another .bin"
             raise DataError(
-                f"{bin_path(prefix)}: {self.bin_size} bytes, but its index needs {need}: it was "
-                "cut off"
+                f"{bin_path(prefix)}: {self.bin_size} bytes, but its index needs {need}: {why}"
             )
 
     def _read_index(self, path: str) -> None:

@@ -226,6 +226,8 @@ class _Stream:
 
 def _open(path: str) -> _Stream:
     if path == "-":
+        if sys.stdin is None:
+            raise DataError("standard input is closed")
         file = cast(io.BufferedReader, sys.stdin.buffer)
     else:
         file = Path(path).open("rb")  # noqa: SIM115 (the stream closes it)

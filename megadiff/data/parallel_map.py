@@ -42,7 +42,12 @@ def ordered_map(
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            pending.append(executor.submit(_call, item))
+            # a worker that this starts inherits the mask: an interrupt is for the parent to decide
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                pending.append(executor.submit(_call, item))
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if len(pending) > 3 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -57,7 +62,6 @@ def ordered_map(
 
 def _start_worker(make_function: Callable[..., Callable], arguments: tuple[Any, ...]) -> None:
     global _function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -112,7 +112,10 @@ def _process(
         texts = [texts[key] for texts in documents if texts[key].strip()]
         empty += len(documents) - len(texts)
         size += sum(len(text.encode()) for text in texts)
-        encoded.append(_encode(texts, settings, tokenizer, dtype))
+        try:
+            encoded.append(_encode(texts, settings, tokenizer, dtype))
+        except DataError as error:
+            raise DataError(f"{block.source}, after line {block.line}: {error}") from None
     return BlockResult(
         encoded, len(documents), empty, size, problems, block.after, block.disk_bytes
     )
@@ -154,13 +157,19 @@ def preprocess(settings: PreprocessSettings) -> Totals:
     with exclusive(settings.output_prefix):
         parts = Parts(settings.output_prefix, settings.outputs())
         journal = Journal(settings.output_prefix, settings.identity(inputs))
-        if settings.overwrite:
-            parts.remove()
+        state = journal.read(settings.overwrite)
+        if state is not None:
+            parts.take_back(state.sizes)
+            missing = parts.missing(state.sizes)
+            if missing and not settings.overwrite:
+                raise DataError(f"{missing[0]} is shorter than its journal says; give --overwrite")
+            state = None if missing else state
+        refuse_existing(settings.outputs(), settings.overwrite)
+        if state is None:
             journal.remove()
+            parts.remove()
+            state = State(Position(), [0] * len(parts.paths), Totals())
         else:
-            refuse_existing(settings.outputs(), settings.overwrite)
-        state = journal.read() or State(Position(), [0] * len(parts.paths), Totals())
-        if state.totals.documents:
             print(f"going on after {state.totals.documents} documents of an interrupted run")
         try:
             parts.open(state.sizes)
@@ -168,13 +177,14 @@ def preprocess(settings: PreprocessSettings) -> Totals:
             if state.totals.tokens == 0:
                 raise DataError("no document with text in the input; nothing was written")
             parts.finish(best_dtype(tokenizer.vocab_size))
-            journal.remove()
         except BaseException:
             if not journal.path.exists():  # there is nothing to go on from
                 parts.remove()
             raise
         finally:
             parts.close()
+        journal.remove()
+        parts.clear()
     return state.totals
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megadiff.data.documents import Problem
 from megadiff.data.errors import DataError
-from megadiff.data.indexed_dataset import publish
+from megadiff.data.indexed_dataset import bin_path, idx_path, publish
 from megadiff.data.inputs import Position
 
 
@@ -63,13 +63,27 @@ class Parts:
         self.paths.append(self.problems)
         self._files: list[BinaryIO] = []
 
+    def take_back(self, sizes: Sequence[int]) -> None:
+        """Undo what a run of parts of `sizes` bytes had published when it was interrupted."""
+        for part, prefix, size in zip(self.paths[::3], self.outputs, sizes[::3], strict=False):
+            whole = Path(bin_path(prefix))
+            if not part.exists() and whole.is_file() and whole.stat().st_size == size:
+                Path(idx_path(prefix)).unlink(missing_ok=True)
+                whole.rename(part)
+
+    def missing(self, sizes: Sequence[int]) -> list[Path]:
+        """The parts that do not have `sizes` bytes."""
+        return [
+            path
+            for path, size in zip(self.paths, sizes, strict=True)
+            if size and not (path.is_file() and path.stat().st_size >= size)
+        ]
+
     def open(self, sizes: Sequence[int]) -> None:
         """Open for appending after `sizes` bytes; what an interrupted run wrote beyond is cut
         off."""
         for path, size in zip(self.paths, sizes, strict=True):
             path.touch()
-            if path.stat().st_size < size:
-                raise DataError(f"{path} is shorter than its journal says; give --overwrite")
             os.truncate(path, size)
             self._files.append(path.open("ab"))
 
@@ -101,11 +115,12 @@ class Parts:
 
     def remove(self) -> None:
         self.close()
-        for path in self.paths:
+        indices = [Path(idx_path(prefix) + ".part") for prefix in self.outputs]
+        for path in self.paths + indices:
             path.unlink(missing_ok=True)
 
     def finish(self, dtype: np.dtype) -> None:
-        """Turn the parts into datasets; the log of problems stays if there are any."""
+        """Turn the parts into datasets; until `clear` it can be taken back."""
         self.close()
         for number, prefix in enumerate(self.outputs):
             tokens, lengths_part, documents_part = self.paths[3 * number : 3 * number + 3]
@@ -114,10 +129,12 @@ class Parts:
             documents = np.zeros(len(counts) + 1, dtype=np.int64)
             np.cumsum(counts, out=documents[1:])
             publish(prefix, tokens, dtype, lengths, documents)
-            lengths_part.unlink()
-            documents_part.unlink()
-        if not self.problems.stat().st_size:
-            self.problems.unlink()
+
+    def clear(self) -> None:
+        """Remove what is left after `finish`; the log of problems stays if there are any."""
+        for path in self.paths:
+            if path != self.problems or not path.stat().st_size:
+                path.unlink(missing_ok=True)
 
 
 class Journal:
@@ -127,12 +144,17 @@ class Journal:
         self.path = Path(output_prefix + ".journal")
         self.run = run
 
-    def read(self) -> State | None:
-        """Where an interrupted run of the same settings stood, if there is one."""
+    def read(self, overwrite: bool) -> State | None:
+        """Where an interrupted run of the same settings stood, if there is one.
+
+        A run of other settings is an error, or with `overwrite` as if it were not there.
+        """
         if not self.path.exists():
             return None
         saved = json.loads(self.path.read_text())
         differing = [name for name, value in self.run.items() if saved["run"].get(name) != value]
+        if differing and overwrite:
+            return None
         if differing:
             raise DataError(
                 f"{self.path} is of an unfinished run whose {', '.join(differing)} differ: give "

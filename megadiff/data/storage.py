@@ -29,11 +29,14 @@ class MappedBytes:
     """A local file, memory-mapped."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self.size = Path(path).stat().st_size
         # an empty file cannot be mapped
         self._bytes = np.memmap(path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
 
     def read(self, begin: int, size: int) -> np.ndarray:
+        if not 0 <= begin <= begin + size <= self.size:
+            raise DataError(f"{self._path}: {self.size} bytes, {begin} to {begin + size} are asked")
         return self._bytes[begin : begin + size]
 
 

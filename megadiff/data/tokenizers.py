@@ -213,8 +213,12 @@ def _read_ranks(path: str) -> dict[bytes, int]:
         raise DataError(f"{path}, line {number}: not `base64 rank`, not a tiktoken file") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    if not table:
-        raise DataError(f"{path}: no tokens in it")
+    bytes_without = sum(bytes([byte]) not in table for byte in range(256))
+    if bytes_without:
+        raise DataError(f"{path}: {bytes_without} of the 256 single bytes have no token in it")
+    ranks = set(table.values())
+    if len(ranks) < len(table) or min(ranks) < 0 or max(ranks) >= 2**31:
+        raise DataError(f"{path}: ranks must be from 0 on, each once")
     return table
 
 

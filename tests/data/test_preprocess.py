@@ -165,6 +165,48 @@ def test_a_run_that_wrote_nothing_leaves_nothing(corpus: Path, tmp_path: Path) -
     assert totals.skipped == 1 and totals.reasons == {"not JSON": 1}
 
 
+@pytest.mark.parametrize("call", range(5))
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_interrupted_at_its_end_goes_on(
+    call: int,
+    overwrite: bool,
+    corpus: Path,
+    expected: tuple,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The renames: of the journal, then .bin and .idx of each key."""
+    if overwrite:
+        run(corpus, tmp_path / "out", keys=("text", "id"), append_eod=False)
+    rename, calls = Path.rename, 0
+
+    def interrupted(self: Path, target: Path | str) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == call + 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", interrupted)
+        try:
+            run(corpus, tmp_path / "out", keys=("text", "id"), overwrite=overwrite)
+        except KeyboardInterrupt:
+            assert call < 4
+            if overwrite and call == 0:  # nothing is published: the old data are still there
+                with pytest.raises(DataError, match="--overwrite"):
+                    run(corpus, tmp_path / "out", keys=("text", "id"))
+            capsys.readouterr()
+            rename_calls = calls
+            run(corpus, tmp_path / "out", keys=("text", "id"), overwrite=overwrite)
+            assert calls > rename_calls
+            assert "going on after 120 documents" in capsys.readouterr().out
+    assert contents(tmp_path / "out_text_document") == expected
+    names = [f"out_{key}_document.{suffix}" for key in ("id", "text") for suffix in ("bin", "idx")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_settings_of_an_interrupted_run_are_checked(
     corpus: Path, tmp_path: Path, small_blocks: None
 ) -> None:
@@ -174,6 +216,10 @@ def test_settings_of_an_interrupted_run_are_checked(
         run(bad, tmp_path / "out")
     with pytest.raises(DataError, match="unfinished run whose append_eod differ"):
         run(bad, tmp_path / "out", append_eod=False)
+    (tmp_path / "out_text_document.bin.part").rename(tmp_path / "kept")
+    with pytest.raises(DataError, match="is shorter than its journal says"):
+        run(bad, tmp_path / "out")
+    (tmp_path / "kept").rename(tmp_path / "out_text_document.bin.part")
     bad.write_text(corpus.read_text())
     with pytest.raises(DataError, match="unfinished run whose inputs differ"):
         run(bad, tmp_path / "out")

@@ -237,6 +237,16 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
             build_tokenizer(kind, str(junk))
         with pytest.raises(DataError, match=f"{kind} needs --tokenizer-model"):
             build_tokenizer(kind)
+    ranks = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
+    for lines, message in (
+        (ranks[:200], "56 of the 256 single bytes have no token"),
+        ([*ranks, "YWI= 255\n"], "each once"),
+        ([*ranks, "YWI= -1\n"], "each once"),
+        ([*ranks, f"YWI= {2**40}\n"], "each once"),
+    ):
+        junk.write_text("".join(lines))
+        with pytest.raises(DataError, match=message):
+            build_tokenizer("TikTokenizer", str(junk))
     with pytest.raises(DataError, match="no such file"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path / "absent"))
     with pytest.raises(DataError, match="one of SentencePieceTokenizer"):

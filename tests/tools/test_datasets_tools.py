@@ -180,7 +180,7 @@ def test_check_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "the documents are not in order" in damaged(index, 34 + 40 * 12 + 8, b"\x09")
     tokens.write_bytes(whole[0] + b"ab")
     assert inspect_data.main(["check", prefix]) == 1
-    assert f"has {len(whole[0]) + 2} bytes" in capsys.readouterr().out
+    assert "the index is of another .bin" in capsys.readouterr().out
     tokens.write_bytes(whole[0][:-2])
     assert inspect_data.main(["check", prefix]) == 1
     assert "it was cut off" in capsys.readouterr().out
@@ -225,6 +225,19 @@ def test_a_step_is_what_training_reads(
     assert len(samples) == len(batches) == 4
     for text, batch in zip(samples, batches, strict=True):
         assert text.startswith(ByteTokenizer().decode(batch.tokens[0].tolist()).rstrip("\0"))
+
+
+def test_steps_of_samples_are_those_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = run_flags(write(tmp_path / "a", TEXTS), tmp_path / "cache")
+    at = flags.index("--train-iters")
+    flags[at : at + 2] = ["--train-samples", "22", "--rampup-batch-size", "2", "2", "8"]
+    # 4 steps of 2, 3 of 4; the last two samples would not fill a step
+    assert inspect_data.main(["step", "--step", "7", *flags]) == 0
+    assert capsys.readouterr().out.startswith("sample 16: ")
+    assert inspect_data.main(["step", "--step", "8", *flags]) == 1
+    assert "the run has the steps 1 to 7" in capsys.readouterr().err
 
 
 def test_prepared_cache_is_what_a_run_finds(
