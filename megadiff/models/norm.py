@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
 from megadiff.kernels import add_rms_norm, layer_norm
-from megadiff.parallel.apex import find_apex_rms_norm, milliseconds
+from megadiff.parallel.apex import everywhere, find_apex_rms_norm, milliseconds
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.linear import replicated
 from megadiff.parallel.mesh import ParallelMesh
@@ -76,8 +76,10 @@ def choose_rms_norm(model: nn.Module, tokens: int, dtype: torch.dtype) -> str:
     chosen; "" without Apex.
     """
     norms = [m for m in model.modules() if isinstance(m, Norm) and not m.layer_norm]
+    if not norms:
+        return ""
     kernel = find_apex_rms_norm()
-    if kernel is None or not norms:
+    if not everywhere(kernel is not None, norms[0].weight.device) or kernel is None:
         return ""
     weight, epsilon = norms[0].weight.detach().requires_grad_(), norms[0].epsilon
     grad = torch.randn(tokens, len(weight), dtype=dtype, device=weight.device)

@@ -20,7 +20,13 @@ from megadiff.optim.matrices import WholeMatrices
 from megadiff.optim.muon import is_muon_matrix, muon_step
 from megadiff.optim.scaler import LossScaler
 from megadiff.optim.shards import Range, Shard, StatePiece, Treatment
-from megadiff.parallel.apex import NOT_INSTALLED, apex_adamw, find_apex_adam, milliseconds
+from megadiff.parallel.apex import (
+    NOT_INSTALLED,
+    apex_adamw,
+    everywhere,
+    find_apex_adam,
+    milliseconds,
+)
 from megadiff.parallel.parameter import Group, Section, record_of
 
 _STATE_KEYS = {
@@ -138,10 +144,11 @@ class Optimizer:
         Where 16-bit parameters are updated in one pass, this concerns the others only.
         """
         asked = self.config.adam_kernel
+        if asked in ("torch", "triton"):
+            return "AdamW: torch's kernel"
         kernel = find_apex_adam()
-        if asked in ("torch", "triton") or kernel is None:
-            reason = f"; {NOT_INSTALLED}" if asked in ("auto", "apex") else ""
-            return "AdamW: torch's kernel" + reason
+        if not everywhere(kernel is not None, self.updates.device) or kernel is None:
+            return f"AdamW: torch's kernel; {NOT_INSTALLED}"
         self._apex = kernel
         if asked == "apex":
             return "AdamW: NVIDIA Apex's kernel"

@@ -36,6 +36,14 @@ def milliseconds(
     return means.tolist()
 
 
+def everywhere(found: bool, device: torch.device) -> bool:
+    """Whether `found` on every rank: only then may one time, and choose, with the others."""
+    missing = torch.tensor(not found, dtype=torch.int32, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(missing)
+    return not missing.item()
+
+
 def find_apex_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor] | None:
     """Apex's RMSNorm of x with a weight and epsilon, as `kernels.rms_norm`; None without Apex."""
     try:

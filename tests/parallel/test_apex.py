@@ -6,14 +6,18 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megadiff.config import OptimizerConfig
 from megadiff.kernels import add_rms_norm
+from megadiff.models import norm
 from megadiff.models.decoder import Decoder
 from megadiff.models.norm import Norm, choose_rms_norm
+from megadiff.optim import optimizer
 from megadiff.optim.optimizer import Optimizer
 from megadiff.parallel import apex
 from megadiff.parallel.parameter import initialize
+from tests.distributed import run_distributed
 from tests.optim.test_groups import MODEL
 from tests.optim.test_optimizer import assert_same, train
 from tests.optim.toy import Toy
@@ -113,6 +117,20 @@ def test_the_faster_rms_norm_is_chosen_and_equal(
     used = {m.add_rms_norm is not add_rms_norm for m in model.modules() if isinstance(m, Norm)}
     assert used == {chosen == "NVIDIA Apex"}
     torch.testing.assert_close(losses[1], losses[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def kernels_where_one_rank_lacks_apex() -> list[str]:
+    found = None if dist.get_rank() else lambda *arguments: None
+    optimizer.find_apex_adam = norm.find_apex_rms_norm = lambda: found
+    model = Decoder(MODEL)
+    initialize(model, 1)
+    return [Optimizer(model, APEX).adam_kernel, choose_rms_norm(model, 24, torch.float32)]
+
+
+def test_apex_is_left_alone_where_a_rank_lacks_it() -> None:
+    """Ranks that have it would wait in a measurement for one that has nothing to measure."""
+    for found in run_distributed(2, kernels_where_one_rank_lacks_apex):
+        assert found == [f"AdamW: torch's kernel; {apex.NOT_INSTALLED}", ""]
 
 
 def test_times_are_those_of_the_functions() -> None:
