@@ -160,6 +160,8 @@ def layer_elements(
     heads, groups = m.num_attention_heads // tp, max(1, m.query_groups // tp)
     q, k = branches * heads * d, groups * d * (2 if mixer == "diff_v1" else 1)
     v, o = groups * d_v, heads * d_v
+    if mixer == "diff_v2":  # lambda's columns, padded
+        v += -(-heads // 64) * 64
     recomputed = recompute.chooses("core_attn")
     outputs = 1 if recomputed else branches
     normed = mixer == "diff_v1" and m.diff_head_norm != "none"

@@ -83,7 +83,7 @@ def test_what_no_split_can_mend_is_told(words, told, capsys):
     assert main(["--config", str(CONFIGS / "125M" / "diff_v2.yaml"), *words]) == 1
     printed = capsys.readouterr()
     assert told in printed.out + printed.err
-    assert ("8 GPUs: 15.73 GB" in printed.out) == ("7" in words and "8" in words)
+    assert ("8 GPUs: 15.78 GB" in printed.out) == ("7" in words and "8" in words)
 
 
 @pytest.mark.parametrize("words", [["--gpus", "0"], ["--gpus", "-8"], ["--memory", "nan"]])
