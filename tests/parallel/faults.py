@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.models import attention, build, norm
-from megadiff.parallel import context, forward_backward, linear, pipeline
+from megadiff.models import attention, build, delta_net, norm
+from megadiff.parallel import context, forward_backward, head_exchange, linear, pipeline
 from megadiff.parallel.parameter import record_of, set_record
 from megadiff.training import engine, loop
 
@@ -18,6 +18,11 @@ from megadiff.training import engine, loop
 def lambda_gradients_are_not_summed() -> None:
     """V1's lambda vectors and subln keep this rank's share of their gradients."""
     attention.sum_gradients = lambda axis, *tensors: tensors
+
+
+def delta_norm_gradients_are_not_summed() -> None:
+    """A delta layer's norm of heads keeps this rank's share of its gradient."""
+    delta_net.sum_gradients = lambda axis, *tensors: tensors
 
 
 def norm_gradients_are_not_summed() -> None:
@@ -99,6 +104,11 @@ def tied_copies_count_twice() -> None:
 def context_chunks_in_rank_order() -> None:
     """Gathered keys stay in the order of the ranks."""
     context.natural_order = lambda x, cp: x
+
+
+def exchanged_sequences_in_rank_order() -> None:
+    """Delta layers run over the gathered sequence in the order of the ranks."""
+    head_exchange.natural_order = lambda x, cp: x
 
 
 def context_positions_are_local() -> None:

@@ -7,6 +7,10 @@ from tests.parallel.parity import Cell, differences, run_cell
 
 CASES = {  # fault: the cell that must show it, and what must differ
     "lambda_gradients_are_not_summed": (Cell("diff_v1", tensor=2), "gradients of layers.0.mixer.l"),
+    "delta_norm_gradients_are_not_summed": (
+        Cell("delta_net", tensor=2),
+        "gradients of layers.0.mixer.o_norm",
+    ),
     "norm_gradients_are_not_summed": (Cell(tensor=2, sequence=True), "gradients of layers.0.mlp_n"),
     "copied_key_gradients_are_not_summed": (Cell(tensor=2, groups=1), "gradients of layers.0.mixe"),
     "replicated_weights_count_twice": (Cell(tensor=2), "norms"),
@@ -17,6 +21,7 @@ CASES = {  # fault: the cell that must show it, and what must differ
     "tied_gradients_are_not_summed": (Cell(pipeline="2"), "gradients of embedding.weight"),
     "tied_copies_count_twice": (Cell(pipeline="2"), "norms"),
     "context_chunks_in_rank_order": (Cell(context=2), "losses"),
+    "exchanged_sequences_in_rank_order": (Cell("gated_delta_net", context=2), "losses"),
     "context_positions_are_local": (Cell(context=2), "losses"),
 }
 
