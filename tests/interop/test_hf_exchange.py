@@ -52,7 +52,9 @@ def test_logits_in_transformers_equal_ours(exported, name):
     assert any("folded" in note for note in report.notes) == (name == "diff_v1_weight")
 
 
-@pytest.mark.parametrize("name", ["standard", "diff_v1_no_weight", "diff_v2"])
+@pytest.mark.parametrize(
+    "name", ["standard", "diff_v1_no_weight", "diff_v2", "delta_hybrid", "delta_options"]
+)
 def test_bfloat16_logits_differ_by_rounding(exported, name):
     model, theirs, _, _ = exported(MODELS[name], torch.bfloat16)
     assert theirs.dtype == torch.bfloat16
