@@ -8,6 +8,7 @@ query rows.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -158,7 +159,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) ->
 def _on_flash(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> bool:
     """Whether the call is one that FlashAttention-2 serves and `scaled_dot_product_attention` does
     not."""
-    plain = geometry.left is None and geometry.right in (None, 0) and geometry.seqused_k is None
+    corner = q.shape[-3] >= k.shape[-3] or q.numel() == 0  # else causal would need a mask
+    causal_or_full = geometry.right is None or (geometry.right == 0 and corner)
+    plain = geometry.left is None and geometry.seqused_k is None and causal_or_full
     return (
         q.device.type == "cuda"
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -200,12 +203,27 @@ def _branches_on_cuda(
     d = q.shape[-1]
     halves = v.split(d, -1) if _on_flash(q, k, v, geometry) and v.shape[-1] == 2 * d else (v,)
     first, second = (
-        torch.cat(
-            [attention(q[..., i::2, :], k[..., i::2, :], x, scale, geometry) for x in halves], -1
-        )
+        [attention(q[..., i::2, :], k[..., i::2, :], x, scale, geometry) for x in halves]
         for i in (0, 1)
     )
-    return first, second
+    if len(halves) == 1:
+        return first[0], second[0]
+    return torch.cat(first, -1), torch.cat(second, -1)
+
+
+class _Difference(torch.autograd.Function):
+    """first - lam second in lam's type; keeps `second` as it is, which its kernel keeps anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, lam: Tensor) -> Tensor:
+        ctx.save_for_backward(second, lam)
+        return first.to(lam.dtype) - lam * second
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        second, lam = ctx.saved_tensors
+        d_lam = -(d * second).sum(-1, keepdim=True)
+        return d.to(second.dtype), (-lam * d).to(second.dtype), d_lam
 
 
 def diff_attention(
@@ -226,5 +244,5 @@ def diff_attention(
         out = attention(q, k, v, scale, geometry)
         first, second = out.unflatten(-2, (pairs, 2)).unbind(-2)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    first, second = first.to(dtype), second.to(dtype)
-    return first - lam.to(dtype).expand(first.shape[:-1]).unsqueeze(-1) * second
+    lam = lam.to(dtype).expand(first.shape[:-1]).unsqueeze(-1)
+    return _Difference.apply(first, second, lam)  # type: ignore[return-value]

@@ -216,3 +216,19 @@ def test_torch_kernels_that_are_not_deterministic_are_refused_as_such() -> None:
     assert "not deterministic" in (operators._why_not_sdpa(on_gpu, True, True) or "")
     for needs_grad, deterministic in ((False, True), (True, False)):
         assert operators._why_not_sdpa(on_gpu, needs_grad, deterministic) is None
+
+
+def test_what_torch_kernels_keep_for_the_backward() -> None:
+    """Both branches' outputs and the statistics, in the half type; lambda besides."""
+    inputs = Case("kept", n_q=64, d=64, own_keys=False, d_v=64, lam="tokens").inputs(torch.bfloat16)
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = diff_attention(*inputs, backend="sdpa")
+    for x in inputs:
+        kept.pop(x.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) <= 2.2 * out.nbytes

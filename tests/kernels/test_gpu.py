@@ -42,6 +42,7 @@ GEOMETRIES = {
     "odd": {"n_q": 333},
     "not_causal": {"n_q": 300, "n_k": 421, "options": {"causal": False}},
     "more_queries": {"n_q": 421, "n_k": 300},
+    "more_keys": {"n_q": 210, "n_k": 421},
     "window": {"n_q": 700, "options": {"window": (150, 0)}},
     "window_two_sides": {"n_q": 400, "options": {"window": (64, 50), "causal": False}},
     "packed": {
@@ -117,6 +118,21 @@ def test_standard_attention(geometry: str) -> None:
     grads = torch.autograd.grad(out, (q, k, v), dy)
     for mine, theirs in zip(grads, torch.autograd.grad(expected, exact, dy.double()), strict=True):
         assert (mine.double() - theirs).norm() <= 0.01 * theirs.norm() + 1e-3
+
+
+def test_queries_of_a_part_of_the_sequence_hold_no_mask() -> None:
+    """As under context parallelism: the last quarter of the queries, all keys."""
+    q = torch.randn(1, 2048, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(1, 8192, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attention(q, k, k)
+    assert sum(kept.values()) < 1.5 * (2 * q.nbytes + 2 * k.nbytes)
 
 
 def test_many_runs_are_equal_bit_for_bit() -> None:
