@@ -123,7 +123,7 @@ class Optimizer:
 
     def _treatment(self, section: Section) -> Treatment:
         rule = update_rule(section, self.config)
-        return Treatment(rule, section.group, section.copy_index == 0)
+        return Treatment(rule, section.group, section.copy_index == 0, section.copies)
 
     def _state_types(self, rule: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
         if rule == "sgd" and not self.config.sgd_momentum:

@@ -19,11 +19,16 @@ from megadiff.parallel.parameter import Group, Section, record_of
 
 @dataclass(frozen=True)
 class Treatment:
-    """How a section is updated; sections of the same treatment may share a range."""
+    """How a section is updated; sections of the same treatment may share a range.
+
+    `copies` cuts ranges alike on all ranks that hold copies: random rounding counts from their
+    starts, and only one of these ranks counts the section.
+    """
 
     rule: str  # "adam", "sgd" or "muon"
     group: Group
     counted: bool  # in the gradient norm
+    copies: int = 1
 
 
 @dataclass

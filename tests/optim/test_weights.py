@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megadiff.config import OptimizerConfig
+from megadiff.optim import shards
 from megadiff.optim.optimizer import Optimizer
 from megadiff.optim.weights import KahanWeights, make_main_weights, round_stochastically
 from tests.distributed import run_distributed
@@ -76,12 +77,32 @@ def test_pure_bfloat16_keeps_up_with_main_weights() -> None:
     assert distance_to_float32("stochastic", torch.bfloat16) < 300**0.5 * 2 * ulp
 
 
-@pytest.mark.parametrize("mode", ["kahan", "stochastic"])
-def test_copies_on_tensor_parallel_ranks_stay_equal(mode: str) -> None:
-    config = replace(CONFIG, main_weights=mode, use_distributed_optimizer=True)
-    results = run_distributed(4, train, Split(tensor=2), config, torch.bfloat16)
-    found: dict[tuple, torch.Tensor] = {}
+def train_in_bfloat16(config: OptimizerConfig) -> tuple:
+    if config.adam_kernel == "triton":
+        shards.on_triton = lambda x: True
+    return train(Split(tensor=4), config, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"main_weights": "kahan"},
+        {"main_weights": "stochastic"},
+        {"main_weights": "stochastic", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+        {"main_weights": "stochastic", "adam_kernel": "triton"},
+    ],
+)
+def test_copies_on_tensor_parallel_ranks_stay_equal(options: dict[str, str]) -> None:
+    """Four ranks share two key/value groups, which are 16-bit weights in two copies."""
+    if "adam_kernel" in options:
+        pytest.importorskip("triton")
+    config = replace(CONFIG, **options)
+    results = run_distributed(4, train_in_bfloat16, config)
+    found: dict[tuple, list[torch.Tensor]] = {}
     for _, parts in results:
         for name, _, offset, values in parts:
-            first = found.setdefault((name, offset, values.shape), values)
-            assert torch.equal(first, values), name
+            found.setdefault((name, offset, values.shape), []).append(values)
+    copied = [name for (name, _, _), c in found.items() if len(c) == 2]
+    assert any(name.endswith(".k.weight") for name in copied)
+    for (name, _, _), (first, *others) in found.items():
+        assert all(torch.equal(first, values) for values in others), name
