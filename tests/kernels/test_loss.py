@@ -1,6 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megadiff.kernels import cross_entropy, cross_entropy_grad, cross_entropy_partials
 
@@ -61,3 +65,23 @@ def test_gradient_can_take_the_place_of_the_logits() -> None:
     grad = cross_entropy_grad(logits, labels, maximum, total, torch.ones(6), inplace=True)
     assert grad.data_ptr() == logits.data_ptr()
     assert torch.equal(grad, expected)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of a float32 tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def test_the_logits_are_never_whole_in_float32() -> None:
+    logits = torch.randn(40, 32).bfloat16().requires_grad_()
+    with _Largest() as largest:
+        cross_entropy(logits, torch.arange(32).repeat(2)[:40]).sum().backward()
+    assert logits.grad is not None and 0 < largest.elements <= 64  # a chunk
