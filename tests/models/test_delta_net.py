@@ -260,6 +260,21 @@ def test_hybrid_types_follow_the_global_layer():
     assert stage.blocks[2].mixer.lambda_init == pytest.approx(0.8 - 0.6 * np.exp(-0.3 * 7))
 
 
+@torch.no_grad()
+def test_a_hybrid_takes_padding_on_the_left_in_pieces():
+    """Attention and delta layers over one cache; the first piece of a row is padding alone."""
+    config = replace(SMALL, hidden_size=32, hybrid_layer_pattern="DG21", init_method_std=0.1)
+    model = Decoder(config, dtype=torch.float64)
+    initialize(model, 3)
+    ids, pads = torch.randint(0, 50, (2, 12)), [0, 5]
+    positions = torch.arange(12) - torch.tensor(pads).unsqueeze(1)
+    cache, pieces = model.new_cache(12), ((0, 3), (3, 7), (7, 8), (8, 12))
+    logits = [model(ids[:, a:b], positions[:, a:b], cache=cache) for a, b in pieces]
+    for row, n in enumerate(pads):
+        alone = model(ids[row : row + 1, n:], torch.arange(12 - n).unsqueeze(0))[0]
+        torch.testing.assert_close(torch.cat(logits, 1)[row, n:], alone, **EXACT)
+
+
 def refusal(**options) -> str:
     config = Config(model=replace(SMALL, num_layers=4, **options))
     config.training.train_iters = 1
