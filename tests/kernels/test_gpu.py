@@ -68,6 +68,12 @@ def test_fused(widths: tuple[int, int, bool], geometry: str, norm: bool) -> None
     check(gpu_case(geometry, *widths), norm)
 
 
+@pytest.mark.parametrize("widths", [(64, 128, True), (128, 256, True), (128, 128, False)])
+def test_fused_in_float16(widths: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.kernels.test_diff_triton.HALF", torch.float16)
+    check(gpu_case("odd", *widths), norm=True)
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("widths", [(64, 128, True), (128, 128, False), (64, 64, True)])
 def test_sdpa(widths: tuple[int, int, bool], geometry: str) -> None:
