@@ -1,5 +1,6 @@
 """The attention operators against their definition, in float64."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,28 @@ def test_backends_are_named_and_refuse_with_the_reason() -> None:
         diff_attention(*inputs, backend="triton")
     with pytest.raises(ValueError, match="unknown backend 'flash'; known: auto, hopper"):
         diff_attention(*inputs, backend="flash")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case("wide", d=192, d_v=200), "head widths 192 and 200 exceed 128 (q, k) and 256 (v)"),
+        (Case("scale", options={"scale": 0.0}), "the softmax scale 0.0 is not positive"),
+        (Case("empty", batch=0), "a tensor is empty"),
+        (Case("cpu"), "the tensors are on the CPU"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_keeps_the_fused_kernel_away(
+    case: Case, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q, k, v, lam = case.inputs(torch.bfloat16)
+    with pytest.raises(ValueError, match=re.escape(f"cannot serve this call: {reason}")):
+        diff_attention(q, k, v, lam, **case.options, backend="triton")
+    with pytest.raises(ValueError, match="'triton' does not serve attention; known: auto, ref"):
+        attention(q, k, v.repeat_interleave(2, -2), backend="triton")
 
 
 def test_shapes_that_form_no_pairs_are_refused() -> None:
