@@ -2,8 +2,8 @@
 
 Tokenizers hold 30 to 200 bytes for each byte of a text. A cut is made between two words, where the
 tokenizer shows on the text around it that no token lies across. The ids are those of the whole
-text. Only where a unigram model of SentencePiece finds segmentations that are equally good, the
-choice can be another: it adds scores up in float32, and the rounding grows with the text.
+text. Only where a unigram model finds segmentations that are equally good, the choice can be
+another: SentencePiece adds scores up in float32, and the rounding grows with the text.
 """
 
 import re
@@ -15,8 +15,8 @@ import numpy as np
 from megadiff.data.tokenizers import Tokenizer
 
 PIECE = 1 << 18  # characters
-_AFTER = 256  # characters after a cut that are looked at
-_BEFORE = (256, 255)  # and before it: runs of a fixed length may end at the cut in one, not in both
+_AROUND = 256  # characters on both sides of a cut that are looked at
+_PHASES = 16  # repetitions that a token may hold in text that repeats itself
 _ATTEMPTS = 32  # places that are tried before a text is taken as one that cannot be cut
 _BETWEEN = re.compile(r"(?<=\w)\s(?=\w)")
 
@@ -48,13 +48,25 @@ def _cut(tokenizer: Tokenizer, text: str, near: int) -> tuple[int, int] | None:
     """Where a piece may end and the next one begin: before the space between two words, or after
     it where the tokenizer puts a space before every text."""
     for match in islice(_BETWEEN.finditer(text, near), _ATTEMPTS):
-        end, last = match.start(), match.end() + _AFTER
+        end, last = match.start(), match.end() + _AROUND
+        begins = _begins(text, end)
         for following in match.span():
             right = tokenizer.encode(text[following:last])
             if all(
-                tokenizer.encode(text[end - before : end]) + right
-                == tokenizer.encode(text[end - before : last])
-                for before in _BEFORE
+                tokenizer.encode(text[begin:end]) + right == tokenizer.encode(text[begin:last])
+                for begin in begins
             ):
                 return end, following
     return None
+
+
+def _begins(text: str, end: int) -> list[int]:
+    """Where to begin looking at the text before a cut at `end`.
+
+    Runs of a fixed length may end at the cut from one place, not from two. Where the text repeats
+    itself, tokens of several repetitions may end at the cut counted from one of them, not from all.
+    """
+    first = end - _AROUND
+    period = text[first:end].find(text[first : end - _AROUND // 2], 1)
+    repetitions = range(first, end, period)[:_PHASES] if period > 0 else [first]
+    return [*repetitions, first + 1]

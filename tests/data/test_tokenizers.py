@@ -162,6 +162,25 @@ def test_runs_of_a_fixed_length_are_not_cut(
     assert list(map(int, ids)) == tokenizer.encode(text)
 
 
+def test_tokens_of_several_repetitions_are_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    merges = [("a", "b"), ("ab", "c"), ("abc", "d"), ("abcd", "e"), (" ", "abcde")]
+    merges.append((" abcde", " abcde"))
+    vocabulary = [*" abcdex", *("".join(pair) for pair in merges)]
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE({token: i for i, token in enumerate(vocabulary)}, merges)
+    )
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    for piece in range(700, 712):
+        monkeypatch.setattr(long_text, "PIECE", piece)
+        text = "x" + " abcde" * 700
+        ids = long_text.encode_all(tokenizer, [text])[0]
+        assert list(map(int, ids)) == tokenizer.encode(text)
+
+
 def test_unigram_pieces_are_as_good_as_the_whole(tmp_path: Path) -> None:
     """Where float32 decides between segmentations that are equally good, ids may differ."""
     tokenizer = sentencepiece_model(tmp_path, "unigram")
