@@ -46,6 +46,14 @@ MODES = {
     "fp16": Mode(torch.float16, {"initial_loss_scale": 2.0**16}),
     "kahan": Mode(optimizer={"main_weights": "kahan"}),
     "stochastic": Mode(optimizer={"main_weights": "stochastic"}),
+    "pure": Mode(  # 8 bytes a parameter: weights, moments and gradients in bfloat16
+        optimizer={
+            "main_weights": "stochastic",
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+            "accumulate_allreduce_grads_in_fp32": False,
+        }
+    ),
     "bf16_gradients": Mode(optimizer={"accumulate_allreduce_grads_in_fp32": False}),
     "fp8": Mode(float8=True),
 }
