@@ -226,7 +226,7 @@ def _load_delta_rule(gated: bool) -> Kernel:
         output, state = kernel(
             **tensors,
             scale=float(scale),
-            initial_state=initial_state,
+            initial_state=None if initial_state is None else initial_state.float(),
             output_final_state=final,
             **varlen,
         )

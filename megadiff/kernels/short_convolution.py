@@ -39,6 +39,8 @@ def short_convolution(
             f"short_convolution takes a weight [channels, 1, width] for the {channels} channels "
             f"of x, not {tuple(weight.shape)}"
         )
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"short_convolution takes a bias [{channels}], not {tuple(bias.shape)}")
     count = batch if cu_seqlens is None else len(cu_seqlens) - 1
     state_shape = (count, width - 1, channels)
     if initial_state is not None and initial_state.shape != state_shape:

@@ -92,6 +92,8 @@ def test_bad_shapes_are_named() -> None:
     x, weight, _ = make()
     with pytest.raises(ValueError, match=r"the 6 channels of x, not \(5, 1, 4\)"):
         short_convolution(x, weight[:5])
+    with pytest.raises(ValueError, match=r"a bias \[6\], not \(1,\)"):
+        short_convolution(x, weight, weight[:1, 0, 0])
     with pytest.raises(ValueError, match=r"initial_state must be \(2, 3, 6\), not \(2, 4, 6\)"):
         short_convolution(x, weight, initial_state=x.new_zeros(2, 4, 6))
 
