@@ -57,8 +57,8 @@ def test_an_error_on_one_rank_ends_all_and_comes_first(tmp_path: Path) -> None:
     assert run.returncode != 0
     reason = "error: the training data hold token 900, but the vocabulary has 61"
     assert reason in output, output
-    assert "Traceback" not in output[: output.index("another rank has ended")]
-    assert output.index(reason) < output.index("another rank has ended")
+    before = output[: output.index(reason)]  # torchrun may end the other rank before it speaks
+    assert "Traceback" not in before and "another rank has ended" not in before
 
 
 def test_a_contradiction_is_told_once_and_before_anything_starts(tmp_path: Path) -> None:
