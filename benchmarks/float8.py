@@ -38,6 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = (args.micro_batch_size, args.seq_length)
     for preset in args.presets:
+        torch.compiler.reset()  # compiled variants of one function are limited in number
         times = {
             kind: block_ms(preset, shape, args.steps, kind, args.device) for kind in ("bf16", "fp8")
         }

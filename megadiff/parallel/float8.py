@@ -83,7 +83,8 @@ class Float8Products(Products):
         self._grad_input, self._grad_weight = compiled(grad_input), compiled(grad_weight)
 
     def scale(self, x: Tensor, *, gradient: bool = False) -> Tensor:
-        return self._scale(x, torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
+        # detached, a parameter is a tensor like any other and needs no compiled variant of its own
+        return self._scale(x.detach(), torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
 
     def output(
         self,
