@@ -130,8 +130,11 @@ def floor(config: Config, size: ModelSize) -> dict[str, float]:
             query = m.num_attention_heads * (1 if mixer == "standard" else 2)
             key = m.query_groups * (2 if mixer == "diff_v1" else 1)
             turned += 4 * (query + key) * m.head_width(mixer)
-    # float32 gradient, weight and moments are read, the last three and the parameter are written
-    update = 30 if config.optimizer.main_weights == "float32" else 26
+    o = config.optimizer
+    # read and written: the moments and the weight (with float32 ones the parameter only written)
+    update = sum(8 if kept == "fp32" else 4 for kept in (o.exp_avg_dtype, o.exp_avg_sq_dtype))
+    update += {"float32": 10, "kahan": 8, "stochastic": 4}[o.main_weights]
+    update += 4 if o.accumulate_allreduce_grads_in_fp32 else 2
     return {
         "matrix products": 1e3 * (size.training_flops_per_token - mixing) * tokens / PRODUCTS,
         "attention": 1e3 * mixing * tokens / PRODUCTS,

@@ -183,7 +183,7 @@ class ParallelConfig:
     recompute_modules: list[str] = _option(
         ["core_attn"],
         "what selective recomputation computes again: core_attn, the attention operator; "
-        "layernorm, the blocks' norms; mlp_act, the activation of the MLP",
+        "layernorm, the norms of blocks and of DIFF V1's heads; mlp_act, the MLP's activation",
     )
     recompute_method: Literal["uniform", "block"] | None = _option(
         None,
