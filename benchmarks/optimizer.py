@@ -32,8 +32,8 @@ from megadiff.parallel.apex import NOT_INSTALLED, find_apex_adam
 from megadiff.parallel.parameter import initialize
 
 WAYS: dict[str, dict[str, Any]] = {
-    "adam": {},
-    "adam_one_pass": {"adam_kernel": "triton"},
+    "adam": {"adam_kernel": "torch"},
+    "adam_one_pass": {},
     "adam_bf16_gradients": {"accumulate_allreduce_grads_in_fp32": False},
     "adam_kahan": {"main_weights": "kahan"},
     "adam_stochastic": {"main_weights": "stochastic"},

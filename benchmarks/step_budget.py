@@ -25,7 +25,7 @@ PRODUCTS, COPY = 790e12, 4.3e12  # FLOP/s, bytes/s
 CLASSES = {  # the first pattern that a kernel's name matches
     "optimizer": r"adam|sgd|lpnorm|multi_tensor|foreach",
     "attention": r"flash|fmha|sdpa|cudnn|attention|forward_joint|forward_in_turn"
-    r"|backward_(keys|queries)|preprocess|branch|delta_rule",
+    r"|^forward$|backward_(keys|queries)|preprocess|branch|delta_rule",
     "matrix products": r"gemm|nvjet|cutlass|xmma|splitk|matmul",
     "norms": r"norm|^_forward$|^_backward$",
     "rotary": r"rotary",

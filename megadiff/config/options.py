@@ -331,8 +331,8 @@ class OptimizerConfig:
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
     adam_kernel: Literal["auto", "torch", "apex", "triton"] = _option(
         "auto",
-        "fused AdamW of torch or of NVIDIA Apex; auto times both where Apex is installed; triton "
-        "is our own for 16-bit parameters on GPUs, in one pass over memory",
+        "fused AdamW: triton, our own, updates 16-bit parameters on GPUs in one pass; torch's; "
+        "NVIDIA Apex's. auto is ours where it can be, else the faster of the installed ones",
     )
     sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
     muon_momentum: float = _option(0.95, "decay of Muon's Nesterov momentum")
