@@ -24,6 +24,8 @@ from megadiff.checkpoint.ranks import CheckpointError, describe
 from megadiff.checkpoint.state import ComputedPiece, Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save
 from megadiff.config import ConfigError, load_config
+from megadiff.data.errors import DataError
+from megadiff.training.errors import wait_for_first_rank
 
 NOT_WEIGHTS = ("optimizer.", "rng.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -337,8 +339,10 @@ def main(words: list[str] | None = None) -> int:
     }
     try:
         return commands[command](**arguments)
-    except (CheckpointError, ConfigError, OSError) as error:
-        print(f"checkpoint: error: {describe(error)}", file=sys.stderr)
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        wait_for_first_rank()
+        reason = describe(error) if isinstance(error, OSError) else error
+        print(f"checkpoint: error: {reason}", file=sys.stderr)
         return 1
 
 

@@ -32,12 +32,38 @@ from megadiff.training.zero_state import ZeroState, local_shape, stage3_part
 
 logger = logging.getLogger(__name__)
 
+_KEYS = {
+    "": (
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+        "gradient_clipping bf16 fp16 zero_optimization data_types communication_data_type "
+        "prescale_gradients gradient_predivide_factor zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown memory_breakdown "
+        "dump_state comms_logger flops_profiler csv_monitor tensorboard"
+    ),
+    "bf16": "enabled",
+    "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    "data_types": "grad_accum_dtype",
+    "zero_optimization": (
+        "stage overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size "
+        "allgather_partitions allgather_bucket_size sub_group_size zero_hpz_partition_size "
+        "offload_optimizer offload_param ignore_unused_parameters stage3_prefetch_bucket_size "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.offload_optimizer": "device pin_memory",
+    "zero_optimization.offload_param": "device pin_memory",
+}
+"""What a file may set. Of the others some change the training behind the loop's back, some change
+what an optimizer's state means (round_robin_gradients: in 0.19.8 its addresses are wrong, and so
+would be every checkpoint), and DeepSpeed passes over what it does not know."""
+
 
 def read_settings(config: Config, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration: the file of `--deepspeed-config`, filled from megadiff's.
 
-    What is missing or "auto" is filled. Raises ConfigError for a file that can not be read, and
-    for values that contradict the configuration.
+    What is missing or "auto" is filled. Raises ConfigError for a file that can not be read, for
+    values that contradict the configuration, and for keys that are not in `_KEYS`.
     """
     path = config.training.deepspeed_config
     if path is None:
@@ -58,6 +84,7 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
                 f"{path}: take out {section!r}; optimizer and schedule are megadiff's flags (--lr, "
                 "--lr-decay-style, --weight-decay, ...)"
             )
+    _refuse_other_keys(settings, path)
     t, o = config.training, config.optimizer
     assert t.global_batch_size is not None
     dp = data_parallel_size(config, world_size)
@@ -68,6 +95,9 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
         "gradient_clipping": o.clip_grad,
         "bf16.enabled": t.bf16,
         "fp16.enabled": t.fp16,
+        # The optimizer is torch's own, on the CPU too where it is offloaded.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
     if t.fp16:
         wanted |= {
@@ -89,10 +119,22 @@ def read_settings(config: Config, world_size: int) -> dict[str, Any]:
         )
     if t.bf16 and stage > 0:
         _fill(settings, "data_types.grad_accum_dtype", "fp32", path)
-    # The optimizer below is torch's own, on the CPU too where it is offloaded.
-    settings["zero_allow_untested_optimizer"] = True
-    settings["zero_force_ds_cpu_optimizer"] = False
     return settings
+
+
+def _refuse_other_keys(settings: dict[str, Any], path: str) -> None:
+    for name, known in _KEYS.items():
+        section = settings
+        for key in filter(None, name.split(".")):
+            section = _section(section, key, path) if key in section else {}
+        for key in section:
+            if key not in known.split():
+                raise ConfigError(
+                    f"{path}: take out {'.'.join(filter(None, (name, key)))}: it is unknown, or "
+                    "not held to the native engine"
+                )
+        if section.get("device", "cpu") not in ("cpu", "none"):
+            raise ConfigError(f"{path}: {name}.device is {section['device']!r}, not cpu or none")
 
 
 def _section(settings: dict[str, Any], name: str, path: str) -> dict[str, Any]:
@@ -155,7 +197,7 @@ def _load_library() -> Any:
         ) from None
     # Its shared-memory collectives for CPUs compile for minutes at first use; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = deepspeed.get_accelerator()
+    accelerator: Any = deepspeed.get_accelerator()
     if accelerator.device_name() == "cpu":  # it wants float16's own instructions; torch needs none
         accelerator.is_fp16_supported = lambda: True
     os.environ.setdefault("LOCAL_RANK", "0")  # it insists, for a single process too
@@ -183,13 +225,22 @@ class DeepSpeedEngine:
             logger.info(
                 "DeepSpeed accumulates gradients in bfloat16 at ZeRO stage 0; 1 uses float32"
             )
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model.chunks[0],
-            optimizer=_torch_optimizer(self.model, config.optimizer),
-            config=settings,
-            mpu=_ModelParallelUnit(env.mesh),
-            dist_init_required=False,
-        )
+        try:
+            self.engine, *_ = deepspeed.initialize(
+                model=self.model.chunks[0],
+                optimizer=_torch_optimizer(self.model, config.optimizer),
+                config=settings,
+                mpu=_ModelParallelUnit(env.mesh),
+                dist_init_required=False,
+            )
+        except (
+            ValueError, TypeError, AssertionError, NotImplementedError,
+            deepspeed.runtime.config.DeepSpeedConfigError,
+        ) as error:  # fmt: skip
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{config.training.deepspeed_config}: DeepSpeed refuses it: {reason}"
+            ) from error
         self.optimizer = ZeroState(self.engine, self.model, wide, self.stage, config, env.mesh)
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:

@@ -14,6 +14,7 @@ import math
 import pickle
 import shutil
 import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,20 @@ from megadiff.checkpoint.state import (
     flat_pieces,
 )
 from megadiff.checkpoint.storage import read_metadata
-from megadiff.config import NATIVE_OPTIONS, Config, ConfigError, load_config, to_dict, validate
+from megadiff.config import (
+    NATIVE_OPTIONS,
+    Config,
+    ConfigError,
+    ParallelConfig,
+    load_config,
+    to_dict,
+    validate,
+)
 from megadiff.models.build import Model, build_model
 from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import record_of
 from megadiff.training import checkpointing
+from megadiff.training.data import set_vocabulary
 from megadiff.training.deepspeed import DeepSpeedEngine, optimizer_groups
 from megadiff.training.setup import start, world_size
 from megadiff.training.zero_state import scaler_state, state_keys
@@ -59,10 +69,14 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
     """All tensors and the metadata of a checkpoint that DeepSpeed wrote, of any stage and split.
 
     `path` is what `save_checkpoint` was given, or a tag in it; `config` describes the model and its
-    precision, and gets the split. Raises CheckpointError when they do not fit together, or when a
-    file names anything but tensors and plain data, or is of another step than the others.
+    precision, and gets split and batch. Raises CheckpointError when they do not fit together, or
+    when a file names anything but tensors and plain data, or is of another step or rank than the
+    others; ConfigError and DataError for flags that are wrong by themselves.
     """
+    set_vocabulary(config)
     folder = path
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}")
     try:
         if (path / "latest").is_file():
             folder = path / (path / "latest").read_text(encoding="utf-8").strip()
@@ -72,8 +86,14 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
         samples = int(first["global_samples"])
         if min(tp, dp) < 1 or not 0 <= skipped <= steps:
             raise ValueError(f"{tp} x {dp} ranks, {steps} steps, {skipped} of them skipped")
-        config.parallel.tensor_model_parallel_size = tp
-        config.training.train_iters = config.training.train_iters or max(steps, 1)
+        t, batch = config.training, first["ds_config"]  # which may leave one of the three open
+        ranks = dp * int(batch.get("gradient_accumulation_steps", 1))
+        micro = batch.get("train_micro_batch_size_per_gpu") or batch["train_batch_size"] // ranks
+        t.micro_batch_size = int(micro)
+        t.global_batch_size = int(batch.get("train_batch_size", micro * ranks))
+        if t.train_samples is None:
+            t.train_iters = t.train_iters or max(steps, 1)
+        config.parallel = ParallelConfig(tensor_model_parallel_size=tp)
         validate(config, tp * dp)
         tensors: Tensors = {}
         scalars = {"steps": float(steps), "updates": float(steps - skipped)}
@@ -81,13 +101,15 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
             mesh = ParallelMesh(tp=Axis(rank=rank, size=tp))
             dtype = getattr(torch, config.training.dtype)
             model = build_model(config, mesh, dtype=dtype, device="meta")
-            scalars |= _read_rank(folder, rank, dp, steps, model, config, tensors)
+            scalars |= _read_rank(folder, rank, dp, first, model, config, tensors)
     except (CheckpointError, ConfigError):
         raise
     except (
         LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError, ArithmeticError
     ) as error:  # fmt: skip
-        reason = f"there is no {error}" if isinstance(error, KeyError) else describe(error)
+        reason = str(error) if isinstance(error, ValueError) else describe(error)
+        if isinstance(error, KeyError):
+            reason = f"there is no {error}"
         raise CheckpointError(f"cannot read {folder} as DeepSpeed's: {reason}") from error
     metadata = {
         "progress": {"iteration": steps, "consumed_samples": samples},
@@ -100,15 +122,22 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
 
 def _load(path: Path) -> dict[str, Any]:
     try:
+        with zipfile.ZipFile(path) as archive:
+            saved_as = archive.namelist()[0].split("/")[0]
         with torch.serialization.safe_globals(_STAND_INS):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).split("GLOBAL ")[-1].split(" was not")[0].split("\n")[0]
         raise CheckpointError(f"{path} holds more than tensors and plain data: {reason}") from None
     except FileNotFoundError:
         raise
-    except (EOFError, OSError, RuntimeError) as error:  # cut off, or another format
+    except zipfile.BadZipFile:
+        raise CheckpointError(f"{path} is cut off, or no file of torch.save") from None
+    except (EOFError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is damaged: {describe(error).split('. ')[0]}") from None
+    if "mp_rank_" in saved_as and saved_as != path.stem:
+        raise CheckpointError(f"{path} was saved as {saved_as}{path.suffix}: of another rank")
+    return content
 
 
 def _model_file(folder: Path, rank: int) -> Path:
@@ -124,11 +153,20 @@ def _model_file(folder: Path, rank: int) -> Path:
 
 
 def _read_rank(
-    folder: Path, rank: int, dp: int, steps: int, model: Model, config: Config, tensors: Tensors
+    folder: Path,
+    rank: int,
+    dp: int,
+    first: dict[str, Any],
+    model: Model,
+    config: Config,
+    tensors: Tensors,
 ) -> dict[str, float]:
-    """Add what one tensor-parallel rank holds to `tensors`; returns its loss scale, if any."""
+    """Add what one tensor-parallel rank holds to `tensors`; returns its loss scale, if any.
+
+    `first` is the first rank's model file.
+    """
     files = [_model_file(folder, rank)]
-    state = _load(files[0])
+    state, steps = _load(files[0]), first["global_steps"]
     if state["global_steps"] != steps:
         raise ValueError(f"{files[0].name} is of step {state['global_steps']}, others of {steps}")
     parameters = dict(model.chunks[0].named_parameters())
@@ -140,16 +178,21 @@ def _read_rank(
     if not stage0:
         pattern = f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_optim_states.pt"
         files = [folder / pattern.format(d) for d in range(dp)]
-        if not files[0].is_file():  # of bfloat16
+        if (folder / f"bf16_{files[0].name}").is_file() and not files[0].is_file():
             files = [folder / f"bf16_{file.name}" for file in files]
         optimizers = [_load(file)["optimizer_state_dict"] for file in files]
     updates = steps - int(state["skipped_steps"])
     for file, optimizer in zip(files, optimizers, strict=True):
-        for inner in _inner(optimizer).values():
-            if int(inner.get("step", updates)) != updates:  # SGD counts none
+        inner = _inner(optimizer)
+        for values in inner["state"].values():
+            if int(values.get("step", updates)) != updates:  # SGD counts none
                 raise ValueError(
-                    f"{file.name} is of update {int(inner['step'])}, the model of {updates}"
+                    f"{file.name} is of update {int(values['step'])}, the model of {updates}"
                 )
+        rates = [float(group["lr"]) for group in inner["param_groups"]]
+        if rates != first.setdefault("rates", rates):
+            told = ", ".join(map(str, rates))
+            raise ValueError(f"{file.name} is of another step: its learning rates are {told}")
     sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO 3: the files hold no weights but these
     if stage0:
         fragments = _whole(optimizers[0], model, config)
@@ -159,11 +202,19 @@ def _read_rank(
         fragments = _parts_of_groups(optimizers)
     dtype = getattr(torch, config.training.dtype)
     wide = {name for name, p in parameters.items() if p.dtype != dtype}
+    moments = state_keys(config.optimizer)
+    needed = list(moments) if updates else []
+    if not stage0 or dtype != torch.float32:
+        needed.append("main_weight")
     covered: Counter[tuple[str, str]] = Counter()
     for name, key, begin, values in fragments:
         parameter, end = parameters[name], begin + values.numel()
         main = key == "main_weight"
+        if not main and key not in moments:
+            raise ValueError(f"it holds {key}, which the optimizer as configured does not keep")
         covered[name, key] += values.numel()
+        if main and not sharded:
+            _compare(name, values, state["module"][name].view(-1)[begin:end])
         for section, piece in flat_pieces(
             record_of(parameter), parameter.shape, begin, end, values.detach()
         ):
@@ -179,9 +230,6 @@ def _read_rank(
                 )
                 whole = ShardedTensor(section.shape, parameter.dtype)
                 tensors.setdefault(section.name, whole).pieces.append(weight)
-    needed = list(state_keys(config.optimizer)) if updates else []
-    if not stage0 or dtype != torch.float32:
-        needed.append("main_weight")
     for name, parameter in parameters.items():
         for key in needed:
             if covered[name, key] != parameter.numel():
@@ -189,14 +237,14 @@ def _read_rank(
                     f"{covered[name, key]} of {parameter.numel()} elements of {name}'s {key} are "
                     "there"
                 )
-        if sharded or name in wide:
-            continue
-        weight = state["module"][name].detach()
-        if weight.dtype != parameter.dtype or weight.shape != parameter.shape:
+        weight = state["module"][name].detach()  # at ZeRO 3 it has a type and no values
+        if weight.dtype != dtype or (weight.shape != parameter.shape and not sharded):
             raise ValueError(
-                f"{name} is {weight.dtype} {list(weight.shape)} in it, and {parameter.dtype} "
+                f"{name} is {weight.dtype} {list(weight.shape)} in it, and {dtype} "
                 f"{list(parameter.shape)} as configured"
             )
+        if sharded or name in wide:
+            continue
         for section, piece in flat_pieces(
             record_of(parameter), weight.shape, 0, weight.numel(), weight.reshape(-1)
         ):
@@ -213,11 +261,18 @@ Fragment = tuple[str, str, int, Tensor]
 """A parameter's name, what it is (main_weight, exp_avg, ...), its first element, the values."""
 
 
-def _inner(optimizer: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The state of torch's optimizer, by the number of the tensor."""
+def _compare(name: str, main: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless `weight` is the rounded main weight, as every step leaves it."""
+    for a, b in zip(main.detach().split(2**20), weight.detach().split(2**20), strict=True):
+        if not torch.equal(a.to(b.dtype).nan_to_num(), b.nan_to_num()):
+            raise ValueError(f"{name}'s main weights are of another step than the model")
+
+
+def _inner(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state of torch's optimizer: of tensors by their number, and their groups."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):
         optimizer = optimizer.get(key, optimizer)
-    return optimizer["state"]
+    return optimizer
 
 
 def _states(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -233,7 +288,7 @@ def _whole(optimizer: dict[str, Any], model: Model, config: Config) -> Iterator[
     groups = optimizer_groups(model, config.optimizer)
     order = [names[parameter] for members in groups.values() for parameter in members]
     mains = [main for group in optimizer.get("fp32_groups", []) for main in group]
-    states = _inner(optimizer)
+    states = _inner(optimizer)["state"]
     for index, name in enumerate(order):
         if mains:
             yield name, "main_weight", 0, mains[index].view(-1)
@@ -246,7 +301,7 @@ def _parts_of_groups(optimizers: list[dict[str, Any]]) -> Iterator[Fragment]:
     begin: Counter[str] = Counter()
     for optimizer in optimizers:
         mains = optimizer["single_partition_of_fp32_groups"]
-        states = _inner(optimizer)
+        states = _inner(optimizer)["state"]
         for group, addresses in enumerate(optimizer["param_slice_mappings"]):
             flat = {"main_weight": mains[group], **dict(_states(states.get(group, {})))}
             for name, address in addresses.items():
@@ -260,7 +315,7 @@ def _parts_of_parameters(
 ) -> Iterator[Fragment]:
     """ZeRO 3: each data rank has an even part of every parameter, the last one with padding."""
     for rank, optimizer in enumerate(optimizers):
-        states = _inner(optimizer)
+        states = _inner(optimizer)["state"]
         mains = optimizer["fp32_flat_groups"]
         for group, members in enumerate(shapes):
             flat = {"main_weight": mains[group], **dict(_states(states.get(group, {})))}
@@ -287,10 +342,16 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
     if "optimizer" not in metadata:
         raise CheckpointError(f"{source} holds weights alone")
     values = to_dict(checkpointing.saved_config(source, metadata))
-    for section in ("parallel", "checkpoint", "logging"):  # of the run that saved it
+    # What is of the run that saved it, or of the native engine; `train_iters` is filled.
+    for section in ("parallel", "checkpoint", "logging"):
         del values[section]
     for name in NATIVE_OPTIONS:
         values["optimizer"].pop(name, None)
+    for name in (
+        "fp8", "rampup_batch_size", "train_samples", "loss_spike_skip_iters",
+        "check_weight_hash_across_dp_replicas_interval",
+    ):  # fmt: skip
+        del values["training"][name]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(values, file)  # JSON is YAML
         file.flush()
@@ -308,7 +369,13 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
         shutil.rmtree(unfinished)
     if dist.is_initialized():
         dist.barrier(group=env.control)
-    theirs.save_checkpoint(str(unfinished), tag=f"global_step{progress.iteration}")
+    try:
+        theirs.save_checkpoint(str(unfinished), tag=f"global_step{progress.iteration}")
+    except (OSError, RuntimeError) as error:  # torch tells nothing of a full disk
+        free = shutil.disk_usage(output.parent).free / 1e9
+        raise CheckpointError(
+            f"DeepSpeed can not write {unfinished}, where {free:.3f} GB are free: {describe(error)}"
+        ) from error
     if dist.is_initialized():
         dist.barrier(group=env.control)
     if env.is_main:

@@ -36,7 +36,7 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except USER_ERRORS as error:
         code = 2
-        _wait_for_first_rank()
+        wait_for_first_rank()
         print(f"error: {error}", file=sys.stderr)
     except BaseException as error:
         code = 1
@@ -62,7 +62,7 @@ def _lost_rank(error: BaseException) -> str | None:
     return f"another rank has ended while this one waited for it{place}\n"
 
 
-def _wait_for_first_rank() -> None:
+def wait_for_first_rank() -> None:
     """Let the node's first rank speak alone where all ranks have the same error.
 
     The others wait a moment, in which torchrun ends them if the first rank has failed too.

@@ -79,8 +79,8 @@ def make(stage: str | None, tensor: int, flags: tuple[str, ...]) -> tuple[Any, C
     config = config_of(stage, tensor, *flags)
     validate(config, torch.distributed.get_world_size())
     env = start(config)
-    engine = NativeEngine(config, env) if stage is None else DeepSpeedEngine(config, env)
-    return engine, config, env
+    engine = DeepSpeedEngine if config.training.deepspeed else NativeEngine
+    return engine(config, env), config, env
 
 
 def run(stage: str | None, tensor: int, flags: tuple[str, ...], folder: str) -> Any:
@@ -282,6 +282,14 @@ def test_contradictions_are_refused(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def test_what_deepspeed_refuses_is_one_line(tmp_path):
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimization": {"overlap_comm": "perhaps"}}')
+    flags = ("--deepspeed", "--deepspeed_config", str(file))
+    with pytest.raises(AssertionError, match=r"ConfigError: .*zero.json: DeepSpeed refuses it: .*"):
+        run_distributed(1, make, None, 1, flags)
+
+
 def test_a_wrong_norm_is_refused():
     config = config_of("zero0", 2, "--bf16")
     validate(config, 4)
@@ -308,6 +316,16 @@ def test_auto_and_missing_values_are_filled():
         ('{"zero_optimization": {"stage": "auto"}}', "stage is 'auto', not 0, 1, 2 or 3"),
         ('{"zero_optimization": {"stage": 7}}', "stage is 7, not 0, 1, 2 or 3"),
         ('{"train_batch_size": "8"}', "train_batch_size is '8', but the configuration says 8"),
+        ('{"zero_force_ds_cpu_optimizer": true}', "cpu_optimizer is True, but .* says False"),
+        ('{"sequence_parallel_size": 2}', "take out sequence_parallel_size"),
+        (
+            '{"zero_optimization": {"round_robin_gradients": true}}',
+            "take out zero_optimization.round_robin_gradients",
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}',
+            "offload_optimizer.device is 'nvme', not cpu or none",
+        ),
     ],
 )
 def test_a_malformed_file_is_told(tmp_path, text, message):

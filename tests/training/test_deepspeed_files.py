@@ -69,8 +69,13 @@ def test_there_and_back(tmp_path, stage, world, tensor, precision):
     flags = ("--lr", "1e-3", *precision)
     expected = run_distributed(world, undisturbed, stage, tensor, flags, str(tmp_path))[0]
     output = tmp_path / "converted" / "iter_0000005"
-    words = words_of(None, 1, *flags)
-    assert main(["from-deepspeed", str(tmp_path / "theirs"), "--output", str(output), *words]) == 0
+    start = ["from-deepspeed", str(tmp_path / "theirs"), "--output", str(output)]
+    half = "--bf16" in precision or "--fp16" in precision
+    assert main([*start, *words_of(None, 1, *(() if half else ("--bf16",)))]) == 1
+    # Sizes that do not fit the ranks, and what only the native engine has.
+    words = ["--micro-batch-size", "3", "--save", "unused", "--loss-spike-sigma-factor", "6"]
+    words += ["--loss-spike-skip-iters", "4"]
+    assert main([*start, *words_of(None, 1, *flags), *words]) == 0
 
     direct, converted = read(tmp_path / "direct"), read(output)
     assert set(direct) == set(converted)
@@ -109,17 +114,29 @@ def test_files_of_different_steps_do_not_mix(tmp_path):
         with pytest.raises(CheckpointError, match=match):
             read_deepspeed(tmp_path, config_of(None, 1, *flags))
 
-    refused("momentum_buffer are there", "--optimizer", "sgd")
+    refused("holds exp_avg, which the optimizer as configured does not keep", "--optimizer", "sgd")
     file.write_bytes((older / file.name).read_bytes())
     refused(f"{file.name} is of update 5")
+    # SGD counts no steps.
     state = torch.load(older / file.name, weights_only=False)
+    inner = state["optimizer_state_dict"]["base_optimizer_state"]
+    for values in inner["state"].values():
+        del values["step"]
+    torch.save(state, file)
+    refused("main weights are of another step than the model")
+    inner["param_groups"][1]["lr"] = 0.05
+    torch.save(state, file)
+    refused(f"{file.name} is of another step: its learning rates are .*, 0.05")
+    file.write_bytes(whole)
+    state = torch.load(file, weights_only=False)
     for values in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-        values["step"].fill_(10)
         del values["exp_avg"]
     torch.save(state, file)
     refused("'s exp_avg are there")
+    file.write_bytes((newest / file.name.replace("rank_1", "rank_0")).read_bytes())
+    refused(f"{file.name} was saved as zero_pp_rank_0_mp_rank_00_optim_states.pt")
     file.write_bytes(whole[: len(whole) // 2])
-    refused(f"{file.name} is damaged")
+    refused(f"{file.name} is cut off")
     file.unlink()
     refused(f"No such file or directory: .*{file.name}")
     (tmp_path / "latest").write_bytes(b"\xff")
