@@ -247,6 +247,7 @@ class DeepSpeedEngine:
         if len(batches) != self.engine.gradient_accumulation_steps():  # a batch that ramps up
             size = self.engine.train_micro_batch_size_per_gpu() * self.mesh.dp.size
             self.engine.set_train_batch_size(len(batches) * size)
+            self.engine.micro_steps = 0  # a step ends where this is a multiple of their number
         # DeepSpeed averages gradients over data ranks; the loss is a mean over tokens already.
         factor = self.mesh.dp.size / tokens
         sums = []

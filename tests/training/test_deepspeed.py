@@ -121,6 +121,26 @@ def test_trains_as_the_native_engine(tmp_path, stage, world, tensor):
         assert error < 1e-5, name
 
 
+def ramp(stage: str | None, flags: tuple[str, ...]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of steps with more and more micro-batches on each of two ranks."""
+    engine, config, env = make(stage, 1, flags)
+    outcome = []
+    for step, number in enumerate((1, 2, 3, 3, 2)):
+        parts = [micro_batches(step, r, 2) + micro_batches(step + 9, r, 2) for r in range(2)]
+        tokens = int(sum(b.loss_mask.sum() for part in parts for b in part[:number]))
+        share = engine.forward_backward(parts[env.mesh.dp.rank][:number], tokens)
+        result = engine.step(config.optimizer.lr, 0.0)
+        outcome.append((metrics.sum_over_data(share, env).item(), result.grad_norm.item()))
+    return outcome
+
+
+@pytest.mark.parametrize("stage", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_batch_that_ramps_up(stage):
+    flags = ("--optimizer", "sgd", "--lr", "0.1")
+    native, theirs = (run_distributed(2, ramp, s, flags)[0] for s in (None, stage))
+    torch.testing.assert_close(torch.tensor(theirs), torch.tensor(native), rtol=1e-5, atol=0)
+
+
 def restore(engine: Engine, folder: str) -> None:
     load(Path(folder), engine.weights() | optimizer_tensors(engine.optimizer))
     engine.optimizer.load_scalars(read_metadata(folder)["optimizer"])
