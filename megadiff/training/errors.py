@@ -42,6 +42,8 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
         code = 1
         rank = os.environ.get("RANK")
         where = f"rank {rank}: " if rank is not None else ""
+        if rank is None and isinstance(error, BrokenPipeError):  # into head, for example
+            os._exit(128 + signal.SIGPIPE)
         text = _lost_rank(error) or traceback.format_exc()
         print(f"{where}{text}", file=sys.stderr, end="")
     sys.stdout.flush()

@@ -1,6 +1,8 @@
 """How a run ends: exit codes, and the reason on standard error."""
 
+import errno
 import os
+import signal
 from typing import NoReturn
 
 import pytest
@@ -64,3 +66,11 @@ def test_a_rank_that_lost_another_leaves_the_reason_to_it(
     assert end(monkeypatch, lost) == 1
     text = capsys.readouterr().err
     assert text.startswith("rank 1: another rank has ended") and "Traceback" not in text
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert end(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe")) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
