@@ -265,8 +265,19 @@ class DeepSpeedEngine:
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
         scale = torch.tensor(float(self.optimizer.loss_scale), device=self.device)
         norm = self._gradient_norm()
-        self.engine.step()
-        skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        skipped = norm is not None and not bool(norm.isfinite())
+        if skipped:  # in float32 without partitions DeepSpeed would take the step
+            self.engine.zero_grad()
+            self.engine.micro_steps += 1
+            self.engine.global_steps += 1
+            self.engine.skipped_steps += 1
+            self.engine.global_samples += self.engine.train_batch_size()
+        else:
+            self.engine.step()
+            skipped = bool(getattr(self.engine.optimizer, "overflow", False))
+        if skipped and self.stage in (1, 2):  # offloaded, they would stay and spoil every step
+            for group in self.engine.optimizer.averaged_gradients:
+                self.engine.optimizer.averaged_gradients[group] = None
         if norm is None:
             norm = self.engine.get_global_grad_norm()
             if self.stage == 3 and norm is not None:  # divided by the scale after this step

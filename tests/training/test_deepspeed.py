@@ -141,6 +141,42 @@ def test_a_batch_that_ramps_up(stage):
     torch.testing.assert_close(torch.tensor(theirs), torch.tensor(native), rtol=1e-5, atol=0)
 
 
+def stumble(stage: str | None, flags: tuple[str, ...]) -> list[tuple[float, bool]]:
+    """(loss, whether skipped) of steps of which the second has a gradient that is not finite."""
+    engine, config, env = make(stage, 1, flags)
+    outcome = []
+    for step in range(4):
+        batches = micro_batches(step, env.mesh.dp.rank, 2)
+        if step == 1 and env.mesh.dp.rank == 0:
+            batches[0].loss_mask[0, 0] = float("nan")
+        share = engine.forward_backward(batches, count(step))
+        result = engine.step(config.optimizer.lr, 0.1)
+        outcome.append((metrics.sum_over_data(share, env).item(), bool(result.skipped)))
+    return outcome
+
+
+STUMBLES: list[Any] = [("zero0", ()), ("zero2_offload", ("--bf16",))]
+STUMBLES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+        ("zero2", ()), ("zero3", ()), ("zero0", ("--bf16",)), ("zero2", ("--bf16",)),
+        ("zero3_offload", ("--bf16",)),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "precision"), STUMBLES)
+def test_a_step_that_is_not_finite_is_skipped(stage, precision):
+    flags = ("--optimizer", "sgd", "--lr", "0.1", *precision)
+    native, theirs = (run_distributed(2, stumble, s, flags)[0] for s in (None, stage))
+    assert [skipped for _, skipped in theirs] == [False, True, False, False]
+    assert [skipped for _, skipped in native] == [False, True, False, False]
+    torch.testing.assert_close(
+        torch.tensor(theirs), torch.tensor(native), rtol=0.02 if precision else 1e-5, atol=0,
+        equal_nan=True,
+    )  # fmt: skip
+
+
 def restore(engine: Engine, folder: str) -> None:
     load(Path(folder), engine.weights() | optimizer_tensors(engine.optimizer))
     engine.optimizer.load_scalars(read_metadata(folder)["optimizer"])
