@@ -11,7 +11,7 @@ from megadiff.parallel.parameter import named_sections
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PRESETS = sorted(
-    str(p.relative_to(CONFIGS)) for p in CONFIGS.glob("*/*.yaml") if p.name != "common.yaml"
+    str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml") if p.name != "common.yaml"
 )
 # Billions, without embeddings and with one table of 100,288 rows; DIFF Transformer, appendix E,
 # and for the 3B model what its table gives (the text says 2.8).
@@ -29,8 +29,13 @@ def parameter_count(preset: str) -> int:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_preset_is_valid(preset):
-    validate(read(preset), world_size=8)
+def test_preset_is_valid_and_builds(preset):
+    config = read(preset)
+    # Of those that are no run by themselves.
+    config.training.train_iters = config.training.train_iters or 1
+    config.model.vocab_size = config.model.vocab_size or 8192
+    validate(config, world_size=8 if "/" in preset else 1)
+    Decoder(config.model, device="meta")
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
@@ -47,6 +52,10 @@ def test_diff_v2_matches_its_baseline(size):
     lambda_rows = model.num_layers * model.num_attention_heads * model.hidden_size
     difference = parameter_count(f"{size}/diff_v2.yaml") - lambda_rows
     assert difference == parameter_count(f"{size}/standard_matched.yaml")
+
+
+def test_llama():
+    assert parameter_count("llama-3.2-1B/standard.yaml") == 1_235_814_400  # as published
 
 
 def test_125M():
