@@ -13,6 +13,8 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # The flight recorder: on a timeout, which collective each rank was in.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+# After a timeout torch lets ranks live for four times this long to write it: 10 s, not a minute.
+export TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=${TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC:-2500}
 # Workers that torchrun starts again meet at a new place: in torch 2.13 they would otherwise find the
 # addresses of those that are gone, and wait for them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
