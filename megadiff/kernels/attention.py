@@ -95,6 +95,11 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k and v must have the same number of dims; got {q.dim()}, {k.dim()}, {v.dim()}"
         )
+    if 0 in (q.shape[-2], k.shape[-2], v.shape[-2], q.shape[-1]):
+        raise ValueError(
+            f"q, k and v must have heads and a width; got {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"{tuple(v.shape)}"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k differ in width: {q.shape[-1]} and {k.shape[-1]}")
     if k.shape[:-2] != v.shape[:-2]:
@@ -179,23 +184,23 @@ def diff_attention(
 
     Args:
         q: `[batch, seq, 2h, d]`; heads 2i and 2i + 1 are the branches of pair i.
-        k: `[batch, seq_k, 2 h_kv, d]`, branches interleaved likewise (DIFF V1), or `[batch, seq_k,
-        h_kv, d]`
-            when both branches read the same keys (DIFF V2). Pair i reads group `i // (h / h_kv)`.
+        k: `[batch, seq_k, 2 h_kv, d]`, branches interleaved likewise (DIFF V1), or
+            `[batch, seq_k, h_kv, d]` when both branches read the same keys (DIFF V2). Pair i reads
+            group `i // (h / h_kv)`.
         v: `[batch, seq_k, h_kv, d_v]`.
         lam: scalar, `[h]` or `[batch, seq, h]`, any sign and size; subtracted in at least float32.
         causal: a query sees no key after itself; queries and keys are aligned at their ends.
         scale: of the scores; default `d ** -0.5`.
-        window: (left, right), keys seen before and after a query's own position, inclusive; -1: no
-        limit. cu_seqlens_q, cu_seqlens_k: `[documents + 1]` int32: packed documents. q, k, v are
-        then
-            `[tokens, heads, width]` and lam at most `[tokens, h]`. Tokens after the last document
-            are padding. cu_seqlens_k defaults to cu_seqlens_q.
+        window: (left, right), keys seen before and after a query's own position, inclusive;
+            negative: no limit.
+        cu_seqlens_q, cu_seqlens_k: `[documents + 1]` int32 or int64, rising from 0: packed
+            documents. q, k, v are then `[tokens, heads, width]` and lam at most `[tokens, h]`.
+            Tokens after the last document are padding. cu_seqlens_k defaults to cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: bounds of the document lengths; they save work.
-        seqused_k: `[batch]` (packed: `[documents]`) int32: keys in use of each row, as in a
-        key/value cache. norm_weight, norm_eps, out_scale: with norm_eps, each head's output is
-        RMS-normalised over d_v, times
-            norm_weight `[d_v]` if given, times out_scale if given.
+        seqused_k: `[batch]` (packed: `[documents]`) int32 or int64: keys in use of each row, at
+            most all, as in a key/value cache.
+        norm_weight, norm_eps, out_scale: with norm_eps, each head's output is RMS-normalised over
+            d_v, times norm_weight `[d_v]` if given, times out_scale if given.
         deterministic: two runs are equal bit for bit.
         backend: "auto", or "reference" (holds the maps), "sdpa" (torch's kernels), "triton" (fused;
             bfloat16 and float16, d up to 128, d_v up to 256), "hopper" (fused for one GPU
@@ -217,6 +222,8 @@ def diff_attention(
         raise ValueError(
             f"lam must be a scalar, [{h}] or {[*q.shape[:-2], h]}; got {list(lam.shape)}"
         )
+    if norm_weight is not None and norm_weight.shape != v.shape[-1:]:
+        raise ValueError(f"norm_weight must be [{v.shape[-1]}]; got {list(norm_weight.shape)}")
     if norm_eps is None and not (norm_weight is None and out_scale is None):
         raise ValueError("norm_weight and out_scale belong to the norm: give norm_eps too")
     geometry = make_geometry(

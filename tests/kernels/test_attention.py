@@ -138,6 +138,13 @@ def test_shapes_that_form_no_pairs_are_refused() -> None:
         diff_attention(q, k, v, lam[:2])
     with pytest.raises(ValueError, match="give norm_eps too"):
         diff_attention(q, k, v, lam, out_scale=0.2)
+    for weight in (torch.ones(4), torch.ones(3, 8), torch.ones(())):
+        with pytest.raises(ValueError, match=r"norm_weight must be \[8\]; got"):
+            diff_attention(q, k, v, lam, norm_eps=1e-5, norm_weight=weight)
+    with pytest.raises(ValueError, match="must have heads and a width"):
+        diff_attention(q[..., :0], k[..., :0], v, lam)
+    with pytest.raises(ValueError, match="must have heads and a width"):
+        attention(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ValueError, match="seqused_k must be"):
         diff_attention(q, k, v, lam, seqused_k=torch.ones(3))
 
