@@ -1,5 +1,6 @@
 """Files as people send them: what is kept of each, and what a strict run says first."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -154,6 +155,46 @@ def test_a_long_line_among_short_ones(tmp_path: Path) -> None:
     assert (totals.documents, totals.empty) == (5, 1)
     assert totals.longest == 3_500_001
     assert texts_of(tmp_path / "out_text_document") == [texts[i] for i in (0, 1, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "more"),
+    [
+        (["a" * 1_000_000, "b" * 1_000_000], {}),  # words that have no end
+        (["x"] * 30_000, {}),
+        (["short"], {"meta": "m" * 4_000_000}),
+    ],
+    ids=["no spaces", "many documents of one letter", "another field is large"],
+)
+def test_sizes(texts: list[str], more: dict[str, str], tmp_path: Path) -> None:
+    source = tmp_path / "large.jsonl"
+    source.write_text("".join(json.dumps({**more, "text": text}) + "\n" for text in texts))
+    run(source, tmp_path, "stop")
+    assert texts_of(tmp_path / "out_text_document") == texts
+
+
+def test_names(tmp_path: Path) -> None:
+    folder = tmp_path / "names"
+    folder.mkdir()
+    names = ["part-2.jsonl", "part-00010.jsonl", "with space.jsonl", "naïve 名前.jsonl"]
+    for name in [*names, ".hidden.jsonl", "program.bin"]:
+        (folder / name).write_text(json.dumps({"text": name}) + "\n")
+    (folder / "UPPER.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "upper"}'))
+    run(folder, tmp_path, "stop")
+    found = texts_of(tmp_path / "out_text_document")
+    assert sorted(found) == sorted([*names, "upper"])
+    assert found.index("part-2.jsonl") < found.index("part-00010.jsonl")
+
+
+def test_many_row_groups(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [f"row {number}" for number in range(3000)]
+    source = tmp_path / "groups.parquet"
+    parquet.write_table(pa.table({"text": texts}), source, row_group_size=10)
+    run(source, tmp_path, "stop")
+    assert texts_of(tmp_path / "out_text_document") == texts
 
 
 def test_numbers_too_long_and_nesting_too_deep(tmp_path: Path) -> None:
