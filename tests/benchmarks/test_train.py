@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step_budget import count
+from benchmarks.step_budget import class_of, count
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +40,9 @@ def test_budget_counts_overlap_once_and_gaps_as_idle() -> None:
     assert budget.milliseconds == {"matrix products": 2.0, "attention": 1.5, "SwiGLU": 1.0}
     assert (budget.whole, budget.idle) == (5.0, 1.0)
     assert "1.5" in str(budget)
+
+
+def test_our_kernels_have_their_classes() -> None:
+    assert class_of("forward") == class_of("backward_keys") == "attention"
+    assert class_of("_forward") == class_of("_backward") == "norms"
+    assert class_of("_adamw") == "optimizer"
