@@ -4,6 +4,7 @@
 import argparse
 import random
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,9 @@ def train(arguments: argparse.Namespace) -> int:
     part = arguments.output_prefix + ".part"
     sentencepiece.set_random_generator_seed(arguments.seed)
     lines = (line for text in texts for line in _pieces(text))
+    # Python would hear of them when the trainer returns, minutes later; there is nothing to keep
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in signals]
     try:
         sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]
             sentence_iterator=lines,
@@ -129,6 +133,9 @@ def train(arguments: argparse.Namespace) -> int:
                 f"--vocab-size {arguments.vocab_size}: this text gives at most {most[1]} pieces"
             ) from None
         raise DataError(f"SentencePiece: {error}") from None
+    finally:
+        for number, handler in zip(signals, handlers, strict=True):
+            signal.signal(number, handler)
     for suffix in (".model", ".vocab"):
         Path(part + suffix).rename(arguments.output_prefix + suffix)
     print(f"wrote {arguments.output_prefix}.model and .vocab")
