@@ -18,10 +18,15 @@ Backend = Literal["auto", "reference", "sdpa", "triton", "hopper"]
 _log = logging.getLogger(__name__)
 
 
+@functools.cache  # looks through all folders of packages
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 @torch.compiler.assume_constant_result
 def _why_no_triton(device: str, capability: tuple[int, int]) -> str | None:
     """What keeps Triton kernels from running on a device, or None."""
-    if find_spec("triton") is None:
+    if not _has_triton():
         return "Triton is not installed"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensors are on the CPU"

@@ -28,10 +28,10 @@ from megadiff.kernels.diff_common import (
 )
 from megadiff.kernels.diff_forward import load_lambda
 
-_INTEGERS = ["n_q", "n_k", "left", "right", "blocks"]
+_INTEGERS = ["n_q", "n_k", "blocks", "n_sequences", "pairs", "groups", "left", "right"]
 
 
-@triton.jit(do_not_specialize=["n_q", "n_tokens", "pitch", "blocks"])
+@triton.jit(do_not_specialize=["n_q", "n_tokens", "pitch", "blocks", "pairs"])
 def preprocess(
     dy, out, second, rstd, lam, weight, cu_q, g, delta, dlam, dweight, n_q, n_tokens, pitch, blocks,
     pairs, width, out_scale, DV: tl.constexpr, ROWS: tl.constexpr, PER_TOKEN: tl.constexpr,

@@ -150,7 +150,9 @@ def load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN: tl.constexpr, PER_HEA
     return tl.load(lam) + tl.zeros_like(rows).to(tl.float32)
 
 
-_INTEGERS = ["n_q", "n_k", "n_tokens", "pitch", "left", "right", "blocks"]
+_INTEGERS = [
+    "n_q", "n_k", "n_tokens", "pitch", "blocks", "n_sequences", "pairs", "groups", "left", "right",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS)

@@ -1,4 +1,6 @@
 """The fused operator registered with torch: forward and backward operators, fake kernels, autograd.
+In plain eager mode an autograd function runs the same code, since dispatch to registered operators
+takes as long as the kernels of a short sequence.
 
 Runs wherever Triton runs (written for and measured on Hopper), and in Triton's CPU interpreter
 (`TRITON_INTERPRET=1`) for tests. Imported only when used: Triton is not a dependency.
@@ -10,9 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from megadiff.kernels import diff_launch
-from megadiff.kernels.diff_launch import Call
+from megadiff.kernels.diff_launch import Call, aligned
 from megadiff.kernels.geometry import Geometry
 
 
@@ -34,10 +37,10 @@ def _call(
     width: int,
 ) -> Call:
     def int32(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(torch.int32).contiguous()
+        return None if x is None else aligned(x.to(torch.int32))
 
     return Call(
-        lam.detach().contiguous(),
+        aligned(lam),
         int32(cu_q),
         int32(cu_k),
         int32(used),
@@ -46,15 +49,14 @@ def _call(
         left,
         right,
         scale,
-        None if weight is None else weight.detach().contiguous(),
+        None if weight is None else aligned(weight),
         eps,
         out_scale,
         width,
     )
 
 
-@torch.library.custom_op("megadiff::diff_attention", mutates_args=())
-def forward_op(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -80,7 +82,7 @@ def forward_op(
     call = _call(
         q, k, lam, cu_q, cu_k, used, weight, max_q, max_k, left, right, scale, eps, out_scale, width
     )
-    y, out, second, lse, rstd = forward_outputs(q, v, cu_q, eps, save)
+    y, out, second, lse, rstd = forward_outputs(q, v, cu_q, eps, hopper, save)
     if cu_q is not None:  # rows after the last document are written by no program
         for x in (y, out, second, rstd):
             x.zero_()
@@ -95,7 +97,7 @@ def forward_op(
 
 
 def forward_outputs(
-    q: Tensor, v: Tensor, cu_q: Tensor | None, eps: float | None, save: bool
+    q: Tensor, v: Tensor, cu_q: Tensor | None, eps: float | None, hopper: bool, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, pairs = q.shape[:-2], q.shape[-2] // 2
     shape = (*tokens, pairs, v.shape[-1])
@@ -104,13 +106,18 @@ def forward_outputs(
     pitch = diff_launch.statistics_pitch(n_tokens, sequences)
     # the forward in turn works in `second`
     in_turn = not diff_launch.tiles_for(q.shape[-1], v.shape[-1], own_keys=True).joint
+    # has gaps between sequences, which Triton's kernels read before they mask
+    make_lse = q.new_empty if hopper else q.new_zeros
     return (
         q.new_empty(shape),
         q.new_empty(shape if eps is not None and save else (0,)),
         q.new_empty(shape if save or in_turn else (0,)),
-        q.new_zeros((2 * pairs, pitch), dtype=torch.float32),  # has gaps between sequences
+        make_lse((2 * pairs, pitch), dtype=torch.float32),
         q.new_empty((pairs, n_tokens) if eps is not None and save else (0,), dtype=torch.float32),
     )
+
+
+forward_op = torch.library.custom_op("megadiff::diff_attention", _forward, mutates_args=())
 
 
 @forward_op.register_fake
@@ -118,11 +125,10 @@ def _(
     q, k, v, lam, weight, cu_q, cu_k, used, max_q, max_k, left, right, scale, eps, out_scale,
     width, hopper, save,
 ):  # fmt: skip
-    return forward_outputs(q, v, cu_q, eps, save)
+    return forward_outputs(q, v, cu_q, eps, hopper, save)
 
 
-@torch.library.custom_op("megadiff::diff_attention_backward", mutates_args=())
-def backward_op(
+def _gradients(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -150,11 +156,11 @@ def backward_op(
     call = _call(
         q, k, lam, cu_q, cu_k, used, weight, max_q, max_k, left, right, scale, eps, out_scale, width
     )
-    pairs, d_v = out.shape[-2:]
-    dy, out, second = (x.contiguous().view(-1, pairs, d_v) for x in (dy, out, second))
+    *tokens, pairs, d_v = out.shape
+    dy, out, second = aligned(dy), out.contiguous(), second.contiguous()
     sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     delta = lse.new_empty((pairs, 3 if lam.dim() > 1 else 2, lse.shape[1]))
-    dlam = lse.new_empty((out.shape[0], pairs))
+    dlam = lse.new_empty((math.prod(tokens), pairs))
     if cu_q is not None:
         dlam.zero_()
     g = None if eps is None else torch.empty_like(out)
@@ -165,7 +171,7 @@ def backward_op(
     diff_launch.preprocess_launch(
         dy, out, second, rstd, call, sequences, g, delta, dlam, partial
     ).run()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if cu_q is not None:
         for x in (dq, dk, dv):
             x.zero_()
@@ -182,6 +188,11 @@ def backward_op(
     if weight is None or partial is None:
         return dq, dk, dv, dlam, dy.new_empty(0)
     return dq, dk, dv, dlam, partial.sum(0).to(weight.dtype)
+
+
+backward_op = torch.library.custom_op(
+    "megadiff::diff_attention_backward", _gradients, mutates_args=()
+)
 
 
 @backward_op.register_fake
@@ -209,11 +220,35 @@ def _backward(ctx: Any, dy: Tensor | None, *_unused: Tensor | None) -> tuple:
     if dy is None:
         return (None,) * 18
     saved = ctx.saved_tensors  # once: under recomputation every look makes them anew
-    dq, dk, dv, dlam, dweight = backward_op(dy, *saved, *ctx.numbers)
+    run = _gradients if _plain(dy) else backward_op
+    dq, dk, dv, dlam, dweight = run(dy, *saved, *ctx.numbers)
     return dq, dk, dv, dlam, (None if saved[4] is None else dweight), *[None] * 13
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether nothing watches the operators: no compiler, mode, transform or subclass."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(x) is not Tensor and type(x) is not Parameter for x in tensors)
+    )
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> tuple:
+        return _backward(ctx, dy)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -238,7 +273,7 @@ def diff_attention(
     """The whole operator with its epilogue, in q's dtype. save: a backward will follow."""
     assert geometry.max_seqlen_q is not None and geometry.max_seqlen_k is not None
     width = v.shape[-1]
-    y = forward_op(
+    inputs = (
         _padded(q),
         _padded(k),
         _padded(v),
@@ -257,5 +292,11 @@ def diff_attention(
         width,
         hopper,
         save,
-    )[0]
-    return y[..., :width]
+    )
+    if not _plain(q, k, v, lam):
+        y = forward_op(*inputs)[0]
+    elif save:
+        y: Any = _Eager.apply(*inputs)
+    else:
+        y = _forward(*inputs)[0]
+    return y if y.shape[-1] == width else y[..., :width]

@@ -102,10 +102,10 @@ def launches(
     call = diff_launch.Call(
         lam, cu, cu, None, tokens, tokens, left, 0, d**-0.5, weight, eps, 0.7, d_v
     )
-    y, out, second, lse, rstd = diff_triton.forward_outputs(q, v, cu, eps, True)
+    y, out, second, lse, rstd = diff_triton.forward_outputs(q, v, cu, eps, hopper, True)
     first = out if norm else y
     delta = torch.empty(pairs, 2 if own_keys else 3, lse.shape[1])
-    flat = [x.view(tokens, pairs, d_v) for x in (y, first, second)]
+    flat = (y, first, second)
     g = flat[0] if norm else None
     sequences = 2 if packed else 1
     module = diff_launch

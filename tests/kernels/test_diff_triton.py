@@ -9,6 +9,7 @@ import zlib
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadiff.kernels import diff_attention, rms_norm
 from megadiff.kernels.geometry import make_geometry, visibility
@@ -296,6 +297,46 @@ def test_without_gradients_nothing_is_kept_and_the_output_is_the_same(
     trained = diff_attention(*inputs, norm_eps=eps, backend="triton")
     with torch.no_grad():
         assert torch.equal(diff_attention(*inputs, norm_eps=eps, backend="triton"), trained)
+
+
+def test_whoever_watches_operators_sees_them() -> None:
+    """A dispatch mode gets the registered operators; plain eager mode runs the same code."""
+
+    class Watch(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func.name())
+            return func(*args, **kwargs or {})
+
+    inputs = Case("watched", n_q=9, **WIDE).inputs(HALF, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        out = diff_attention(*inputs, norm_eps=1e-5, backend="triton")
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    plain = run()
+    with Watch() as watch:
+        watched = run()
+    assert {"megadiff::diff_attention", "megadiff::diff_attention_backward"} <= set(watch.seen)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_tensors_that_start_anywhere() -> None:
+    """The copy engine, and the compiled kernels, take addresses that are multiples of 16."""
+    inputs = Case("shifted", n_q=9, lam="tokens", **WIDE).inputs(HALF, device=DEVICE)
+    shifted = []
+    for x in inputs:
+        room = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)
+        shifted.append(room[1:].view(x.shape).copy_(x.detach()).requires_grad_())
+    dy = torch.ones(2 * 9 * 2 * 32 + 1, dtype=HALF, device=DEVICE)[1:]
+    results = []
+    for leaves in (inputs, shifted):
+        out = diff_attention(*leaves, backend="triton")
+        results.append([out, *torch.autograd.grad(out, leaves, dy.view(out.shape))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_compiles_without_graph_breaks() -> None:

@@ -2,6 +2,7 @@
 test-gpu`."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -151,11 +152,12 @@ def test_many_runs_are_equal_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
 
 
-def test_cuda_graph() -> None:
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_cuda_graph(backend: Literal["triton", "auto"]) -> None:
     inputs = gpu_case("odd", 64, 128, True).inputs(torch.bfloat16, device="cuda")
 
     def step() -> list[Tensor]:
-        out = diff_attention(*inputs, norm_eps=1e-5, backend="triton")
+        out = diff_attention(*inputs, norm_eps=1e-5, backend=backend)
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
     stream = torch.cuda.Stream()
@@ -174,11 +176,12 @@ def test_cuda_graph() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_compiled_with_inductor() -> None:
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_compiled_with_inductor(backend: Literal["triton", "auto"]) -> None:
     inputs = gpu_case("odd", 64, 128, True).inputs(torch.bfloat16, device="cuda")
 
     def run(*tensors: Tensor) -> Tensor:
-        return 2 * diff_attention(*tensors, norm_eps=1e-5, backend="triton")
+        return 2 * diff_attention(*tensors, norm_eps=1e-5, backend=backend)
 
     compiled, expected = torch.compile(run, fullgraph=True)(*inputs), run(*inputs)
     assert torch.equal(compiled, expected)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from megadiff.kernels.hopper.common import (
     accumulator_layout,
@@ -112,17 +113,30 @@ def _minus_lambda(lam, pair, PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr):
 
 
 @gluon.jit
+def _unmasked(begin, low, shift, BM: gl.constexpr, CAUSAL: gl.constexpr):
+    """The first block of queries that all see all of 64 keys."""
+    if CAUSAL:
+        return (max(begin + 63 - shift, 0) + BM - 1) // BM * BM
+    return low
+
+
+@gluon.jit
 def _weights(
-    s1, s2, stats, stage, minus_lam, qk_scale, BM: gl.constexpr, PER_TOKEN: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    s1, s2, stats, stage, minus_lam, qk_scale, keys, queries, unmasked, i, shift, BM: gl.constexpr,
+    PER_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """P1 and -lam P2 from the scores of a block."""
+    """P1 and -lam P2 from the scores of 64 keys and the block of queries from i on."""
     p1 = gl.exp2(s1 * qk_scale - _stat(stats, 5 * stage, BM, LAYOUT)[None, :])
     p2 = gl.exp2(s2 * qk_scale - _stat(stats, 5 * stage + 1, BM, LAYOUT)[None, :])
     if PER_TOKEN:
         p2 = p2 * _stat(stats, 5 * stage + 4, BM, LAYOUT)[None, :]
     else:
         p2 = p2 * minus_lam
+    if CAUSAL:
+        if i < unmasked:
+            seen = keys[:, None] <= (i + shift + queries)[None, :]
+            p1 = gl.where(seen, p1, 0.0)
+            p2 = gl.where(seen, p2, 0.0)
     return p1, p2
 
 
@@ -156,10 +170,10 @@ def _own(
     v = tile(v_tiles, owner)
     begin += 64 * owner
     shift = n_k - n_q
-    mine, unmasked = low, low  # first block that sees these keys, first that sees them all
+    mine = low  # the first block that sees these keys
     if CAUSAL:
         mine = min(max(begin - shift, low), n_q) // BM * BM  # (no further than the producer goes)
-        unmasked = (max(begin + 63 - shift, 0) + BM - 1) // BM * BM
+    unmasked = _unmasked(begin, low, shift, BM, CAUSAL)
     keys = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
     queries = gl.arange(0, BM, gl.SliceLayout(0, S))
     dk1 = gl.zeros([64, D], gl.float32, DK)
@@ -192,12 +206,10 @@ def _own(
                 mbarrier.wait(q_full.index(s), phase)
                 s1, s2 = _products(k1, k2, q_tiles, s, zeros)
                 s1, s2 = warpgroup_mma_wait(num_outstanding=0, deps=[s1, s2])
-            p1, p2 = _weights(s1, s2, stats, s, minus_lam, qk_scale, BM, PER_TOKEN, S)
-            if CAUSAL:
-                if i < unmasked:
-                    seen = keys[:, None] <= (i + shift + queries)[None, :]
-                    p1 = gl.where(seen, p1, 0.0)
-                    p2 = gl.where(seen, p2, 0.0)
+            p1, p2 = _weights(
+                s1, s2, stats, s, minus_lam, qk_scale, keys, queries, unmasked, i, shift, BM,
+                PER_TOKEN, CAUSAL, S,
+            )  # fmt: skip
             p = gl.convert_layout((p1 + p2).to(dtype), left_operand_layout(DVL))
             both = pack(p1, p2)  # half the registers while dP is formed
             mbarrier.wait(g_full.index(s), phase)
@@ -258,9 +270,7 @@ def _scores(
     k1 = tile(k_tiles, 0)
     k2 = tile(k_tiles, 1)
     shift = n_k - n_q
-    unmasked = low
-    if CAUSAL:
-        unmasked = (max(begin + 63 - shift, 0) + BM - 1) // BM * BM
+    unmasked = _unmasked(begin, low, shift, BM, CAUSAL)
     keys = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
     queries = gl.arange(0, BM, gl.SliceLayout(0, S))
     dv = gl.zeros([64, DV], gl.float32, DVL)
@@ -274,17 +284,12 @@ def _scores(
             phase = it // STAGES & 1
             buffer = it & 1
             mbarrier.wait(q_full.index(s), phase)
-            q1 = tile(q_tiles, 2 * s)
-            q2 = tile(q_tiles, 2 * s + 1)
-            s1 = warpgroup_mma(k1, q1.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s2 = warpgroup_mma(k2, q2.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s1, s2 = _products(k1, k2, q_tiles, s, zeros)
             s1, s2 = warpgroup_mma_wait(num_outstanding=0, deps=[s1, s2])
-            p1, p2 = _weights(s1, s2, stats, s, minus_lam, qk_scale, BM, PER_TOKEN, S)
-            if CAUSAL:
-                if i < unmasked:
-                    seen = keys[:, None] <= (i + shift + queries)[None, :]
-                    p1 = gl.where(seen, p1, 0.0)
-                    p2 = gl.where(seen, p2, 0.0)
+            p1, p2 = _weights(
+                s1, s2, stats, s, minus_lam, qk_scale, keys, queries, unmasked, i, shift, BM,
+                PER_TOKEN, CAUSAL, S,
+            )  # fmt: skip
             mbarrier.wait(p_empty.index(buffer), (it // 2 & 1) ^ 1)
             p_tiles.index(2 * buffer).store(p1.to(dtype))
             p_tiles.index(2 * buffer + 1).store(p2.to(dtype))
@@ -360,6 +365,7 @@ def backward_keys(
     REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys, or with ROLES of 64: the two groups share them."""
+    gdc_launch_dependents()  # the kernel for dQ may fill multiprocessors that have no keys left
     block, z = schedule(gl.program_id(0), blocks, n_sequences * groups, side, False)
     group = z % groups
     index = z // groups

@@ -1,5 +1,6 @@
 """How one call is run on Hopper: tile shapes, copy-engine descriptors, launches."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megadiff.kernels import diff_launch
-from megadiff.kernels.diff_launch import Call, Launch, block_count
+from megadiff.kernels.diff_launch import Call, Launch, aligned, block_count, descriptor
 from megadiff.kernels.hopper.forward import forward
 from megadiff.kernels.hopper.keys import backward_keys
 from megadiff.kernels.hopper.queries import backward_queries
@@ -58,12 +59,35 @@ class Tiles:
 # (d, d_v, own keys). Measurements: docs/kernels.md.
 TILES = {
     (128, 256, True): Tiles(
-        Keys(64, 2, 3, roles=True, registers=216), Queries(32, 2, 4), Forward(64, 2, 4)
+        Keys(64, 2, 3, roles=True, registers=216), Queries(32, 3, 4), Forward(64, 2, 4)
     ),
-    (64, 128, True): Tiles(Keys(64, 2, 8), Queries(64, 3, 8), Forward(128, 2, 8)),
-    (128, 128, False): Tiles(Keys(64, 2, 6), Queries(64, 2, 8, lean=True), None),
+    (64, 128, True): Tiles(Keys(64, 2, 8), Queries(64, 3, 8), None),
+    (128, 128, False): Tiles(Keys(64, 2, 6), Queries(64, 2, 8, lean=True), Forward(128, 2, 8)),
     (64, 64, False): Tiles(Keys(64, 4, 4, ahead=True), Queries(64, 4, 8), None),
 }
+
+
+@functools.cache
+def _layout(bits: int) -> gl.NVMMASharedLayout:
+    swizzle = 128 if bits == 16 else 0
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=3)
+
+
+@functools.lru_cache(1024)
+def _pitches(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int
+) -> tuple[int, int, int] | None:
+    """Strides of `[batch, tokens, heads, width]` seen as `[batch, tokens, heads * width]`; None if
+    the copy engine takes no such view."""
+    batch, tokens, heads, width = shape
+    pitch = strides[1]
+    outer = strides[0] if batch > 1 else tokens * pitch
+    regular = (
+        strides[3] == 1
+        and (heads == 1 or strides[2] == width)
+        and all(s > 0 and s * size % 16 == 0 for s in (outer, pitch))
+    )
+    return (outer, pitch, 1) if regular else None
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -71,27 +95,18 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     `rows` tokens of one head; what lies past the last token reads as 0. Copied if the copy engine
     cannot take its strides."""
     batch, tokens, heads, width = x.shape
-    strides = x.stride(0) if batch > 1 else tokens * x.stride(1), x.stride(1)
-    regular = (
-        x.stride(3) == 1
-        and (heads == 1 or x.stride(2) == width)
-        and all(s * x.element_size() % 16 == 0 and s > 0 for s in strides)
-        and x.data_ptr() % 16 == 0
-    )
-    if not regular:
-        x = x.contiguous()
-        strides = x.stride(0), x.stride(1)
-    block = [1, rows, width]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    view = x.as_strided((batch, tokens, heads * width), (*strides, 1))
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)
+    strides = _pitches(x.shape, x.stride(), x.element_size())
+    if strides is None or x.data_ptr() % 16:
+        x, strides = aligned(x), (tokens * heads * width, heads * width, 1)
+    shape = (batch, tokens, heads * width)
+    return descriptor(TensorDescriptor, x, shape, strides, (1, rows, width), _layout(16))
 
 
 def _statistics(x: Tensor, batch: int, n_q: int, block: int) -> TensorDescriptor:
-    """Rows `[rows, pitch]` as `[rows, batch, n_q]` (`diff_common.statistics_start`)."""
-    view = x.as_strided((x.shape[0], batch, n_q), (x.shape[1], (n_q // 4 + 1) * 4, 1))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block], layout)
+    """Rows `[.., pitch]` as `[rows, batch, n_q]` (`diff_common.statistics_start`)."""
+    pitch = x.shape[-1]
+    shape, strides = (x.numel() // pitch, batch, n_q), (pitch, (n_q // 4 + 1) * 4, 1)
+    return descriptor(TensorDescriptor, x, shape, strides, (1, 1, block), _layout(32))
 
 
 def backward_launches(
@@ -112,7 +127,6 @@ def backward_launches(
     pairs = heads // 2
     own_keys = k.shape[2] != groups
     keys, queries = TILES[d, d_v, own_keys].keys, TILES[d, d_v, own_keys].queries
-    g = g.view(batch, n_q, pairs, d_v)
     arguments = {
         "lam": call.lam,
         "n_q": n_q,
@@ -138,7 +152,7 @@ def backward_launches(
         "k_desc": _descriptor(k, 64),
         "v_desc": _descriptor(v, 64),
         "lse_desc": _statistics(lse, batch, n_q, keys.queries),
-        "delta_desc": _statistics(delta.flatten(0, 1), batch, n_q, keys.queries),
+        "delta_desc": _statistics(delta, batch, n_q, keys.queries),
         "dk_out": dk,
         "dv_out": dv,
         "blocks": key_blocks,
@@ -167,7 +181,7 @@ def backward_launches(
     return [
         Launch(
             backward_keys,
-            (key_blocks * batch * groups,),
+            key_blocks * batch * groups,
             arguments | for_keys,
             constants | keys_constants,
             4,
@@ -175,11 +189,12 @@ def backward_launches(
         ),
         Launch(
             backward_queries,
-            (query_blocks * batch * pairs,),
+            query_blocks * batch * pairs,
             arguments | for_queries,
             constants | queries_constants,
             4,
             1,
+            overlap=True,
         ),
     ]
 
@@ -245,4 +260,4 @@ def forward_launch(
         "IN_TURN": in_turn,
         "STAGES": tile.stages,
     }
-    return Launch(forward, (blocks * batch * pairs,), arguments, constants, 4, 1)
+    return Launch(forward, blocks * batch * pairs, arguments, constants, 4, 1)

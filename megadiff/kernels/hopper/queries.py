@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from megadiff.kernels.hopper.common import (
     accumulator_layout,
@@ -220,3 +221,6 @@ def backward_queries(
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
+    # This kernel reads nothing of the one for dK and dV, and may run beside its last programs; what
+    # comes after this kernel waits for both.
+    gdc_wait()
