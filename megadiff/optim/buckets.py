@@ -223,9 +223,12 @@ class Buckets:
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
         # A parameter holds its hook where Python's collector does not look: one that held the
         # parameter's slot in turn would keep weights and gradients for as long as the process runs.
-        this, bucket, slot = (weakref.proxy(x) for x in (self, bucket, slot))
+        alive = weakref.ref(self)
+        bucket, slot = weakref.proxy(bucket), weakref.proxy(slot)
 
         def accumulated(parameter: Tensor) -> None:
+            if (this := alive()) is None:  # the model goes on without this optimizer
+                return
             if bucket.reduced:
                 raise RuntimeError(
                     f"{slot.name}: a gradient arrived after its bucket was reduced: there were "

@@ -83,6 +83,20 @@ def test_nothing_stays_when_model_and_optimizer_are_gone() -> None:
     assert allocated() - before < PARAMETERS
 
 
+def test_a_model_goes_on_without_its_optimizer() -> None:
+    sections = [Section("w", (2, 3), 0, 2, 0, "matrix", Init())]
+    weight = make_parameter((2, 3), sections, dtype=torch.float32, device="cpu")
+    modules = nn.ParameterList([weight])
+    optimizer = Optimizer(modules, OptimizerConfig())
+    del optimizer
+    gc.collect()
+    weight.sum().backward()
+    later = Optimizer(modules, OptimizerConfig(clip_grad=0.0))
+    later.zero_grad()
+    weight.sum().backward()
+    assert later.step(0.1).grad_norm.item() == pytest.approx(6**0.5)
+
+
 @pytest.mark.parametrize(
     "options",
     [
