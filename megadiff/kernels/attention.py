@@ -155,7 +155,7 @@ def attention(
         max_seqlen_k=max_seqlen_k,
         seqused_k=seqused_k,
     )
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if backend not in ("auto", "reference", "sdpa"):
         raise ValueError(
             f"backend {backend!r} does not serve attention; known: auto, reference, sdpa"
@@ -231,6 +231,8 @@ def diff_attention(
         raise ValueError(f"norm_weight must be [{v.shape[-1]}]; got {list(norm_weight.shape)}")
     if norm_eps is None and not (norm_weight is None and out_scale is None):
         raise ValueError("norm_weight and out_scale belong to the norm: give norm_eps too")
+    if norm_eps is not None:  # compiled kernels take float32: an integer has another type
+        norm_eps, out_scale = float(norm_eps), None if out_scale is None else float(out_scale)
     geometry = make_geometry(
         q,
         k,
@@ -242,7 +244,7 @@ def diff_attention(
         max_seqlen_k=max_seqlen_k,
         seqused_k=seqused_k,
     )
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     tensors = [x for x in (q, k, v, lam, norm_weight) if x is not None]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     chosen = _choose(
@@ -265,7 +267,7 @@ def diff_attention(
     out = run(q, k, v, lam, scale, geometry)
     if norm_eps is not None:
         if out_scale is not None:
-            ones = lam.new_ones(out.shape[-1]) if norm_weight is None else norm_weight
-            norm_weight = ones * out_scale
+            ones = out.new_ones(out.shape[-1]) if norm_weight is None else norm_weight.to(out.dtype)
+            norm_weight = ones * out_scale  # not in 16 bits
         out = rms_norm(out, norm_weight, norm_eps)
     return out.to(q.dtype)

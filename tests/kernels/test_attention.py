@@ -83,6 +83,19 @@ def test_golden_values_of_flash_diff_attention(name: str, backend: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_scale_of_the_norm_is_not_rounded_to_16_bits(with_weight: bool) -> None:
+    """The reference computes in float32: what 16-bit lambda and weight say is known exactly."""
+    q, k, v, lam = (x.detach() for x in Case("scaled", pairs=3, groups=3).inputs(torch.bfloat16))
+    weight = torch.linspace(0.5, 2, v.shape[-1]).bfloat16() if with_weight else None
+    lam, options = lam.bfloat16(), {"norm_eps": 1e-5, "out_scale": 0.7, "backend": "reference"}
+    out = diff_attention(q, k, v, lam, norm_weight=weight, **options)
+    wide = None if weight is None else weight.float()
+    inputs = (x.float() for x in (q, k, v, lam))
+    exact = diff_attention(*inputs, norm_weight=wide, **options)
+    assert torch.equal(out, exact.bfloat16())
+
+
 @both_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_float_type(dtype: torch.dtype, backend: str) -> None:
