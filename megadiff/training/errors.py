@@ -2,11 +2,13 @@
 
 import os
 import re
+import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from megadiff.checkpoint.ranks import CheckpointError
@@ -42,15 +44,24 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
         code = 1
         rank = os.environ.get("RANK")
         where = f"rank {rank}: " if rank is not None else ""
-        if rank is None and isinstance(error, BrokenPipeError):  # into head, for example
+        if rank is None and isinstance(error, BrokenPipeError) and _reader_left():
             os._exit(128 + signal.SIGPIPE)
-        text = _lost_rank(error) or traceback.format_exc()
+        text = (rank is not None and _lost_rank(error)) or traceback.format_exc()
         print(f"{where}{text}", file=sys.stderr, end="")
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
         announce_failure()
     os._exit(code)
+
+
+def _reader_left() -> bool:
+    """Whether what this process prints goes into a pipe without a reader, as `| head` leaves it."""
+    hung_up = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, TypeError):  # closed, or no file of the system
+            hung_up.register(stream, 0)
+    return bool(hung_up.poll(0))
 
 
 def _lost_rank(error: BaseException) -> str | None:

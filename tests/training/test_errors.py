@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 from typing import NoReturn
 
 import pytest
@@ -72,5 +73,12 @@ def test_a_reader_that_leaves_ends_the_run_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert end(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe")) == 128 + signal.SIGPIPE
+    broken = BrokenPipeError(errno.EPIPE, "Broken pipe")
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert end(monkeypatch, broken) == 1  # another pipe, such as a storage's
+        assert "Broken pipe" in capsys.readouterr().err
+        os.close(reader)
+        assert end(monkeypatch, broken) == 128 + signal.SIGPIPE
     assert capsys.readouterr().err == ""
