@@ -78,7 +78,8 @@ def main() -> None:
         )
         if args.output is not None:
             with args.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**vars(args), **result}, default=str) + "\n")
+                told = {key: value for key, value in vars(args).items() if key != "output"}
+                file.write(json.dumps({**told, **result}) + "\n")
 
 
 def measure(args: argparse.Namespace, config: OptimizerConfig) -> dict[str, float]:

@@ -120,7 +120,8 @@ def main() -> None:
                 flush=True,
             )
             row = {"operator": name, "batch": batch, "length": length, "seconds": seconds}
-            row |= {"tokens_per_second": rate, "peak_gib": peak, **vars(a)}
+            row |= {"tokens_per_second": rate, "peak_gib": peak}
+            row |= {key: value for key, value in vars(a).items() if key != "output"}
             if a.output is not None:
                 with Path(a.output).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
