@@ -16,6 +16,11 @@ CASES = {
     "tensor parallel": ("--tensor-model-parallel-size 2", 4),
     "sharded, saved in the background": ("--use-distributed-optimizer --async-save", 4),
     "bfloat16": ("--tensor-model-parallel-size 2 --bf16", 4),
+    "pure bfloat16": (
+        "--use-distributed-optimizer --bf16 --main-weights stochastic --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype bf16 --no-accumulate-allreduce-grads-in-fp32",
+        4,
+    ),
     "before the end of an epoch": ("--train-iters 12", 9),
     "after the end of an epoch": ("--train-iters 12", 10),
     "inside the warmup": ("--lr-warmup-iters 5", 3),
