@@ -112,13 +112,16 @@ def checkpoint_at(path: Path) -> Path:
 def list_checkpoints(path: Path) -> int:
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")
+    steps = layout.list_steps(path)
+    if not steps:
+        raise CheckpointError(f"no checkpoints in {path}")
     try:
         latest = layout.read_tracker(path)
     except ValueError as error:
         latest = None
         print(error)
     print(f"{'step':>10} {'GB':>9}  state")
-    for step in layout.list_steps(path):
+    for step in steps:
         problems = layout.damage(layout.checkpoint_path(path, step), checksums=False)
         size = "-"
         if not problems:

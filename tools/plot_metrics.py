@@ -124,7 +124,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("--title")
     arguments = parser.parse_args(words)
     if not arguments.metrics.is_file():
-        raise SystemExit(f"error: {arguments.metrics}: no such file")
+        hint = "give the metrics.jsonl of a run's --log-dir"
+        raise SystemExit(f"error: {arguments.metrics}: no such file; {hint}")
     output = arguments.output or arguments.metrics.with_suffix(".png")
     draw(read_metrics(arguments.metrics), output, arguments.title or str(arguments.metrics))
     print(f"wrote {output}")

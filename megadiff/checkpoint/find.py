@@ -116,6 +116,8 @@ def _candidates(
     if not steps:
         if (root / layout.TRACKER).exists():
             raise CheckpointError(f"{layout.TRACKER} is there, but no checkpoint")
+        if (root / layout.MANIFEST).exists():  # would start anew
+            raise CheckpointError("it is a checkpoint itself; give the folder above")
         return [], None, ""
     try:
         meant = layout.read_tracker(root)

@@ -6,6 +6,7 @@ positions in the .bin, i64[D] document boundaries as sequence numbers, and i8[N]
 files only. A document without tokens repeats a boundary and has no sequence.
 """
 
+import glob
 import os
 import struct
 from array import array
@@ -179,7 +180,10 @@ def _missing(prefix: str) -> str:
         if prefix.endswith(suffix) and Path(prefix).is_file():
             return f"{prefix}: give the path without {suffix}: {prefix.removesuffix(suffix)}"
     lacking = [p for p in (bin_path(prefix), idx_path(prefix)) if not Path(p).is_file()]
-    return f"{prefix}: no such dataset ({' and '.join(lacking)} missing)"
+    path = Path(prefix)
+    made = sorted(path.parent.glob(f"{glob.escape(path.name)}_*_document.idx"))
+    hint = f"; there is {made[0].with_suffix('')}" if made else ""  # of preprocess_data.py
+    return f"{prefix}: no such dataset ({' and '.join(lacking)} missing){hint}"
 
 
 class IndexedDatasetBuilder:

@@ -83,6 +83,12 @@ def test_a_tracker_without_checkpoints_is_no_new_start(tmp_path):
         find_checkpoint(tmp_path)
 
 
+def test_a_checkpoint_in_place_of_its_folder_is_no_new_start(tmp_path):
+    save_steps(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="itself; give the folder above"):
+        find_checkpoint(checkpoint_path(tmp_path, 10))
+
+
 def test_a_second_place_of_another_run_is_passed_over(tmp_path, caplog):
     first, second = tmp_path / "first", tmp_path / "second"
     CheckpointManager(first).save(1, tensors(1), {"run": {"name": "mine"}})

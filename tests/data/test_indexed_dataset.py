@@ -116,6 +116,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
         IndexedDataset(prefix + ".bin")
     with pytest.raises(DataError, match="no such dataset"):
         IndexedDataset(str(tmp_path / "other"))
+    made = write(tmp_path / "web_text_document", DOCUMENTS)
+    with pytest.raises(DataError, match=f"missing\\); there is {made}$"):
+        IndexedDataset(str(tmp_path / "web"))
     whole = bin_file.read_bytes()
     bin_file.write_bytes(whole[:-2])
     with pytest.raises(DataError, match="28 bytes, but its index needs 30"):

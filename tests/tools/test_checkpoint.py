@@ -59,6 +59,8 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
         "",
         f"checkpoint: error: there is no folder {tmp_path}/nowhere\n",
     )
+    assert main(["list", str(tmp_path)]) == 1
+    assert f"no checkpoints in {tmp_path}\n" in capsys.readouterr().err
     to_deepspeed = ["to-deepspeed", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")]
     assert main(to_deepspeed) == 1
     assert f"there is no checkpoint {tmp_path}/nowhere\n" in capsys.readouterr().err
