@@ -276,8 +276,9 @@ class DeepSpeedEngine:
             self.engine.step()
             skipped = bool(getattr(self.engine.optimizer, "overflow", False))
         if skipped and self.stage in (1, 2):  # offloaded, they would stay and spoil every step
-            for group in self.engine.optimizer.averaged_gradients:
-                self.engine.optimizer.averaged_gradients[group] = None
+            kept = getattr(self.engine.optimizer, "averaged_gradients", {})  # not of bf16 at ZeRO 1
+            for group in kept:
+                kept[group] = None
         if norm is None:
             norm = self.engine.get_global_grad_norm()
             if self.stage == 3 and norm is not None:  # divided by the scale after this step

@@ -155,7 +155,7 @@ def stumble(stage: str | None, flags: tuple[str, ...]) -> list[tuple[float, bool
     return outcome
 
 
-STUMBLES: list[Any] = [("zero0", ()), ("zero2_offload", ("--bf16",))]
+STUMBLES: list[Any] = [("zero0", ()), ("zero1", ("--bf16",)), ("zero2_offload", ("--bf16",))]
 STUMBLES += [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in (
