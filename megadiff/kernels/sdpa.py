@@ -214,10 +214,15 @@ def _branches_on_cuda(
 class _Difference(torch.autograd.Function):
     """first - lam second in lam's type; keeps `second` as it is, which its kernel keeps anyway."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor, lam: Tensor) -> Tensor:
-        ctx.save_for_backward(second, lam)
+    def forward(first: Tensor, second: Tensor, lam: Tensor) -> Tensor:  # type: ignore[override]
         return first.to(lam.dtype) - lam * second
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[override]
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]

@@ -97,6 +97,17 @@ def test_scale_of_the_norm_is_not_rounded_to_16_bits(with_weight: bool) -> None:
 
 
 @both_backends
+def test_function_transforms(backend: str) -> None:
+    q, k, v, lam = Case("transformed", pairs=3, groups=3).inputs(torch.float64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return diff_attention(q.detach(), k.detach(), v.detach(), x, backend=backend).sum()
+
+    (expected,) = torch.autograd.grad(loss(lam), lam)
+    torch.testing.assert_close(torch.func.grad(loss)(lam.detach()), expected)
+
+
+@both_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_float_type(dtype: torch.dtype, backend: str) -> None:
     case = next(case for case in CASES if case.name == "packed_empty_and_padding")
