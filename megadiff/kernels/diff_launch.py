@@ -106,7 +106,8 @@ _compiled: dict[tuple, CompiledKernel] = {}
 @dataclass(frozen=True)
 class Launch:
     """One kernel with all that it is called with. Integers are not specialised, and tensors start
-    on 16 bytes (`aligned`): the constants and the types of the tensors name the compiled kernel."""
+    on 16 bytes (`aligned`): the constants, the types of the tensors and the options name the
+    compiled kernel. What is a float is never an integer, which has another type."""
 
     kernel: Any
     programs: int
@@ -127,7 +128,8 @@ class Launch:
         # Triton's own way to the compiled kernel costs more than all the rest of a launch
         types = [getattr(x, "dtype", None) for x in self.arguments.values()]
         device = torch.cuda.current_device()
-        key = (self.kernel.fn, device, self.overlap, *self.constants.values(), *types)
+        how = (self.warps, self.stages, self.overlap)
+        key = (self.kernel.fn, device, *how, *self.constants.values(), *types)
         known = _compiled.get(key)
         if known is None:
             options = {"num_warps": self.warps, "num_stages": self.stages}

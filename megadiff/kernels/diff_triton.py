@@ -293,7 +293,7 @@ def diff_attention(
         hopper,
         save,
     )
-    if not _plain(q, k, v, lam):
+    if not _plain(*(x for x in (q, k, v, lam, norm_weight) if x is not None)):
         y = forward_op(*inputs)[0]
     elif save:
         y: Any = _Eager.apply(*inputs)

@@ -127,6 +127,29 @@ def test_standard_attention(geometry: str) -> None:
         assert (mine.double() - theirs).norm() <= 0.01 * theirs.norm() + 1e-3
 
 
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_an_integer_as_scale_leaves_later_calls_alone(
+    backend: Literal["triton", "auto"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel compiled for the integer 1 would be kept for every other number."""
+    case = gpu_case("even", 64, 128, True)
+    q, k, v, lam = (x.detach() for x in case.inputs(torch.bfloat16, device="cuda"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def gradients(one: float) -> list[Tensor]:
+        monkeypatch.setattr("megadiff.kernels.diff_launch._compiled", {})
+        found: list[Tensor] = []
+        for scale, factor in ((one, one), (0.125, 0.5)):
+            options = {"scale": scale, "norm_eps": one, "out_scale": factor, "deterministic": True}
+            options |= case.call_options("cuda")
+            out = diff_attention(q, k, v, lam, **options, backend=backend)
+            found += torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return found
+
+    for of_integer, of_float in zip(gradients(1), gradients(1.0), strict=True):
+        assert torch.equal(of_integer, of_float)
+
+
 def test_queries_of_a_part_of_the_sequence_hold_no_mask() -> None:
     """As under context parallelism: the last quarter of the queries, all keys."""
     q = torch.randn(1, 2048, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
