@@ -39,9 +39,9 @@ class Schedule:
             0 < self.lr_wsd_decay_samples <= self.lr_decay_samples - self.lr_warmup_samples
         ):
             raise ValueError(
-                f"the WSD decay of {self.lr_wsd_decay_samples} samples must be positive and fit "
-                f"between the warmup ({self.lr_warmup_samples}) and the end of the schedule "
-                f"({self.lr_decay_samples})"
+                f"the WSD decay of {self.lr_wsd_decay_samples} samples (--lr-wsd-decay-iters or "
+                f"-samples) must be positive and fit between the warmup ({self.lr_warmup_samples}) "
+                f"and the end of the schedule ({self.lr_decay_samples})"
             )
 
 
