@@ -329,10 +329,10 @@ class OptimizerConfig:
     adam_beta1: float = _option(0.9, "decay of the first moment")
     adam_beta2: float = _option(0.95, "decay of the second moment")
     adam_eps: float = _option(1e-8, "added to the root of the second moment")
-    adam_kernel: Literal["auto", "torch", "apex", "triton"] = _option(
+    adam_kernel: Literal["auto", "torch", "apex"] = _option(
         "auto",
-        "fused AdamW: triton, our own, updates 16-bit parameters on GPUs in one pass; torch's; "
-        "NVIDIA Apex's. auto is ours where it can be, else the faster of the installed ones",
+        "fused AdamW: torch's, NVIDIA Apex's, or the best: 16-bit parameters on GPUs in one pass, "
+        "others by the faster of the installed ones",
     )
     sgd_momentum: float = _option(0.9, "momentum of SGD; 0 keeps no state")
     muon_momentum: float = _option(0.95, "decay of Muon's Nesterov momentum")

@@ -99,7 +99,7 @@ class Optimizer:
         self._ranges = [r for shard in self.shards for r in shard.ranges]
         self._muon_ranges = [r for r in self._ranges if r.treatment.rule == "muon"]
         self._apex: Callable[..., None] | None = None
-        own = config.optimizer == "adam" and config.adam_kernel in ("auto", "triton")
+        own = config.optimizer == "adam" and config.adam_kernel == "auto"
         self._one_pass = [s for s in self.shards if own and s.in_one_pass]
         self._others = [s for s in self.shards if s not in self._one_pass]
         others = [r for shard in self._others for r in shard.ranges]
@@ -144,7 +144,7 @@ class Optimizer:
         Where 16-bit parameters are updated in one pass, this concerns the others only.
         """
         asked = self.config.adam_kernel
-        if asked in ("torch", "triton"):
+        if asked == "torch":
             return "AdamW: torch's kernel"
         kernel = find_apex_adam()
         if not everywhere(kernel is not None, self.updates.device) or kernel is None:

@@ -12,7 +12,7 @@ from tests.optim.toy import Toy
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CONFIG = OptimizerConfig(adam_kernel="triton", weight_decay=0.1, clip_grad=0.5)
+CONFIG = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
 
 
 def train(config: OptimizerConfig, in_one_pass: bool, steps: int, monkeypatch) -> list:

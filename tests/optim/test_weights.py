@@ -77,27 +77,31 @@ def test_pure_bfloat16_keeps_up_with_main_weights() -> None:
     assert distance_to_float32("stochastic", torch.bfloat16) < 300**0.5 * 2 * ulp
 
 
-def train_in_bfloat16(config: OptimizerConfig) -> tuple:
-    if config.adam_kernel == "triton":
-        shards.on_triton = lambda x: True
+def train_in_bfloat16(config: OptimizerConfig, in_one_pass: bool) -> tuple:
+    shards.on_triton = lambda x: in_one_pass
     return train(Split(tensor=4), config, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "in_one_pass"),
     [
-        {"main_weights": "kahan"},
-        {"main_weights": "stochastic"},
-        {"main_weights": "stochastic", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-        {"main_weights": "stochastic", "adam_kernel": "triton"},
+        ({"main_weights": "kahan"}, False),
+        ({"main_weights": "stochastic"}, False),
+        (
+            {"main_weights": "stochastic", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+            False,
+        ),
+        ({"main_weights": "stochastic"}, True),
     ],
 )
-def test_copies_on_tensor_parallel_ranks_stay_equal(options: dict[str, str]) -> None:
+def test_copies_on_tensor_parallel_ranks_stay_equal(
+    options: dict[str, str], in_one_pass: bool
+) -> None:
     """Four ranks share two key/value groups, which are 16-bit weights in two copies."""
-    if "adam_kernel" in options:
+    if in_one_pass:
         pytest.importorskip("triton")
     config = replace(CONFIG, **options)
-    results = run_distributed(4, train_in_bfloat16, config)
+    results = run_distributed(4, train_in_bfloat16, config, in_one_pass)
     found: dict[tuple, list[torch.Tensor]] = {}
     for _, parts in results:
         for name, _, offset, values in parts:
