@@ -28,8 +28,8 @@ def halves(batch: int) -> list[slice]:
 class PendingGather:
     """An all-gather along dim 1 that has been started; `wait` gives the whole tensor, or `rows`.
 
-    `pieces` are the rows (sequences) that travel together, in one launch; each sequence arrives
-    where it belongs.
+    `pieces` are the rows (sequences) that travel together, on a GPU in one launch; each sequence
+    arrives where it belongs.
     """
 
     def __init__(self, x: Tensor, axis: Axis, pieces: Sequence[slice] | None = None) -> None:
@@ -37,12 +37,8 @@ class PendingGather:
         self.pieces = pieces or [slice(0, x.shape[0])]
         self._x = x.contiguous()
         self._whole = x.new_empty((x.shape[0], axis.size * x.shape[1], *x.shape[2:]))
-        options = AllgatherOptions()
-        options.asyncOp = True
         self._running = [
-            axis.group.allgather_into_tensor_coalesced(
-                list(self._whole[rows]), list(self._x[rows]), options
-            )
+            _start_gathers(list(self._whole[rows]), list(self._x[rows]), axis.group)
             for rows in self.pieces
         ]
 
@@ -51,8 +47,24 @@ class PendingGather:
         arrived = len(self.pieces) - len(self._running)
         for piece in self.pieces[arrived:]:
             if piece.start < rows.stop:
-                self._running.pop(0).wait()
+                for work in self._running.pop(0):
+                    work.wait()
         return self._whole[rows]
+
+
+def _start_gathers(whole: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> list[Any]:
+    """Starts an all-gather of each part.
+
+    Gloo's two threads note the name of what they completed in one string, without a lock (torch
+    2.11 to 2.13). A name of more than 15 letters, as the coalesced gather's, lives on the heap,
+    which they then corrupt: on CPUs every part is a gather of its own, under a shorter name.
+    """
+    if parts[0].device.type == "cpu":
+        pairs = zip(whole, parts, strict=True)
+        return [all_gather_single(w, p, group=group, async_op=True) for w, p in pairs]
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return [group.allgather_into_tensor_coalesced(whole, parts, options)]
 
 
 class PendingReduceScatter:
