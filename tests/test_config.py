@@ -54,7 +54,7 @@ def test_bad_files(tmp_path, text, message):
 
 
 def test_missing_file():
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: No such file or directory$"):
         load_config(["--config", "nowhere.yaml"])
 
 

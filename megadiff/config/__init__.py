@@ -21,8 +21,6 @@ from megadiff.config.options import (
 )
 from megadiff.config.reading import (
     load_config,
-    read_config_file,
-    read_yaml,
     to_dict,
     to_yaml,
     update_config,
@@ -47,8 +45,6 @@ __all__ = [
     "data_parallel_size",
     "iterations",
     "load_config",
-    "read_config_file",
-    "read_yaml",
     "sections",
     "stage_sizes",
     "to_dict",

@@ -312,12 +312,10 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = _option(None, "WSD: steps of the decay at the end")
     lr_wsd_decay_samples: int | None = _option(None, "the same in samples")
     override_opt_param_scheduler: bool = _option(
-        False,
-        "resume with this schedule where the checkpoint has another",
+        False, "resume with this schedule where the checkpoint has another"
     )
     use_checkpoint_opt_param_scheduler: bool = _option(
-        False,
-        "resume with the checkpoint's schedule where this one differs",
+        False, "resume with the checkpoint's schedule where this one differs"
     )
     weight_decay: float = _option(0.1, "decoupled weight decay of matrices and embeddings")
     start_weight_decay: float | None = _option(None, "decay at the start, if it changes")
@@ -413,8 +411,7 @@ class CheckpointConfig:
         None, "keep steps divisible by this beyond --keep-last-n-checkpoints"
     )
     non_persistent_save_interval: int | None = _option(
-        None,
-        "steps between saves to a second place (the next two), which holds only the last",
+        None, "steps between saves to a second place (the next two), which holds only the last"
     )
     non_persistent_global_ckpt_dir: str | None = _option(
         None,

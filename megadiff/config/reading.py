@@ -3,9 +3,9 @@
 import argparse
 import dataclasses
 import difflib
-import types
-import typing
+from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
@@ -27,7 +27,7 @@ def load_config(argv: list[str]) -> Config:
         raise ConfigError(f"unknown flag {flag}{_nearest(flag.split('=')[0], known)}")
     config = Config()
     for path in flags.config or []:
-        read_config_file(config, path)
+        _read_file(config, path)
     for name, section in sections(config).items():
         for f in dataclasses.fields(section):
             value = getattr(flags, f"{name}.{f.name}", None)
@@ -44,33 +44,26 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def read_config_file(config: Config, path: str) -> None:
+def _read_file(config: Config, path: str) -> None:
     """Set the fields that the YAML file `path` names, after those of its `base` file, if any.
 
     `base` is a path relative to the file itself.
     """
-    values = read_yaml(path)
-    base = values.pop("base", None)
-    if base is not None:
-        read_config_file(config, str(Path(path).parent / base))
-    update_config(config, values, source=path)
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in a YAML file."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if values is None:
-        return {}
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: expected sections such as `model:`, found {type(values).__name__}"
         )
-    return values
+    base = values.pop("base", None)
+    if base is not None:
+        _read_file(config, str(Path(path).parent / base))
+    update_config(config, values, source=path)
 
 
 def update_config(config: Config, values: dict[str, Any], source: str) -> None:
@@ -127,22 +120,16 @@ def _add_flag(group: Any, dest: str, f: dataclasses.Field, hint: Any) -> None:
     text = f.metadata["help"] + ("" if default is None else f" [{default}]")
     flag = "--" + f.name.replace("_", "-")
     hint = _without_none(hint)
+    metavar = {int: "N", float: "X"}.get(hint, f.name.split("_")[-1].upper())
     if hint is bool:
-        group.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, help=text)
-    elif get_origin(hint) is list:
-        group.add_argument(
-            flag,
-            dest=dest,
-            type=get_args(hint)[0],
-            nargs="+",
-            metavar=f.name.split("_")[-1].upper(),
-            help=text,
-        )
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     elif get_origin(hint) is Literal:
-        group.add_argument(flag, dest=dest, choices=get_args(hint), help=text)
+        options = {"choices": get_args(hint)}
+    elif get_origin(hint) is list:
+        options = {"type": get_args(hint)[0], "nargs": "+", "metavar": metavar}
     else:
-        metavar = {int: "N", float: "X"}.get(hint, f.name.split("_")[-1].upper())
-        group.add_argument(flag, dest=dest, type=hint, metavar=metavar, help=text)
+        options = {"type": hint, "metavar": metavar}
+    group.add_argument(flag, dest=dest, help=text, **options)
     for alias, constant in f.metadata["aliases"].items():
         group.add_argument(
             alias, dest=dest, action="store_const", const=constant, help=f"{f.name} {constant}"
@@ -150,17 +137,16 @@ def _add_flag(group: Any, dest: str, f: dataclasses.Field, hint: Any) -> None:
 
 
 def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType) or get_origin(hint) is typing.Union:
-        return next(h for h in get_args(hint) if h is not type(None))
+    if NoneType in get_args(hint):
+        return next(h for h in get_args(hint) if h is not NoneType)
     return hint
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """`value` from YAML as `hint` says. YAML reads 1e-4 as text, so text is parsed for numbers."""
-    optional = hint is not _without_none(hint)
-    hint = _without_none(hint)
-    if value is None and optional:
+    if value is None and hint is not _without_none(hint):
         return None
+    hint = _without_none(hint)
     if get_origin(hint) is Literal:
         if value in get_args(hint):
             return value
@@ -169,22 +155,15 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if isinstance(value, list):
             return [_convert(v, get_args(hint)[0], where) for v in value]
         raise ConfigError(f"{where}: expected a list, found {value!r}")
-    if hint is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if (
-        hint in (int, float)
-        and isinstance(value, (int, float, str))
-        and not isinstance(value, bool)
-    ):
-        try:
-            if hint is float:
-                return float(value)
-            if isinstance(value, int) or float(value).is_integer():
-                return int(value) if isinstance(value, int) else int(float(value))
-        except (ValueError, OverflowError):
-            pass
+    if isinstance(value, bool):
+        if hint is bool:
+            return value
+    elif isinstance(value, (str, int, float)) and hint is not bool:
+        with suppress(ValueError, OverflowError):
+            if hint is not int or isinstance(value, int):
+                return hint(value)
+            if float(value).is_integer():
+                return int(float(value))
     raise ConfigError(f"{where}: expected {hint.__name__}, found {value!r}")
 
 
