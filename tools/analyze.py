@@ -14,6 +14,7 @@ against the rest, per layer and over prompts. outliers: largest attention scores
 import argparse
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ from megadiff.data.tokenizers import Tokenizer
 from megadiff.models.analysis import Maps, Outliers, observe, span_attention
 from megadiff.models.decoder import Decoder
 from megadiff.training.errors import run
-from tools.generate import checkpoint_tokenizer, load_model, read_prompts
-from tools.plot_metrics import read_metrics
+from tools.generate import (
+    add_model_flags,
+    checkpoint_tokenizer,
+    load_model,
+    read_prompts,
+    read_text,
+)
+from tools.plot_metrics import plot_lambdas, read_metrics
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
@@ -42,26 +49,20 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     def command(name: str, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--output", required=True, help="writes OUTPUT.png and OUTPUT.json")
-        return sub
-
-    def with_model(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        sub.add_argument("--load", required=True, help="folder of checkpoints")
-        sub.add_argument("--ckpt-step", type=int, help="step to load; the newest by default")
-        sub.add_argument("--tokenizer-model", help="where the tokenizer is now, if it was moved")
-        sub.add_argument("--device", choices=["cpu", "cuda"])
-        sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16", "fp64"], help="as trained")
+        if name != "lambda":
+            add_model_flags(sub)
         return sub
 
     sub = command("lambda", "mean lambda of each layer over training")
     sub.add_argument("--metrics", required=True, help="metrics.jsonl of a run")
-    sub = with_model(command("maps", "attention of both branches and their difference"))
+    sub = command("maps", "attention of both branches and their difference")
     sub.add_argument("--prompt", required=True)
     sub.add_argument("--layer", type=int, default=0, help="0-based; -1 is the last")
     sub.add_argument("--head", type=int, help="output head; the mean over heads by default")
-    sub = with_model(command("spans", "attention of the last token to a marked span"))
+    sub = command("spans", "attention of the last token to a marked span")
     sub.add_argument("--prompt", action="append", default=[], help="with [[span]]; repeatable")
     sub.add_argument("--prompt-file", help="a prompt on each line, as JSON strings or plain")
-    sub = with_model(command("outliers", "largest attention scores and hidden states"))
+    sub = command("outliers", "largest attention scores and hidden states")
     sub.add_argument("--text-file", required=True)
     sub.add_argument("--seq-length", type=int, default=512)
     sub.add_argument("--sequences", type=int, default=8, help="at most as many of the text")
@@ -89,17 +90,11 @@ def draw_lambda(path: Path) -> tuple[Any, dict[str, Any]]:
     entries = [e for e in read_metrics(path).get("train", []) if e.get("lambda")]
     if not entries:
         raise ConfigError(f"{path}: no lambda in it; the model has no differential layers")
-    layers = sorted({int(layer) for e in entries for layer in e["lambda"]})
-    steps = [e["iteration"] for e in entries]
-    by_layer = {layer: [e["lambda"].get(str(layer)) for e in entries] for layer in layers}
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    colours = plt.get_cmap("viridis")
-    for number, (layer, values) in enumerate(by_layer.items()):
-        colour = colours(number / max(len(layers) - 1, 1))
-        axes.plot(steps, values, color=colour, label=f"layer {layer}")
+    by_layer = plot_lambdas(axes, entries)
     axes.set(xlabel="iteration", ylabel="mean lambda", title="lambda of each layer")
     axes.legend(fontsize=8, ncols=2)
-    return figure, {"iterations": steps, "lambda": by_layer}
+    return figure, {"iterations": [e["iteration"] for e in entries], "lambda": by_layer}
 
 
 def draw_maps(
@@ -109,10 +104,9 @@ def draw_maps(
     layer = arguments.layer % model.config.num_layers
     if not -model.config.num_layers <= arguments.layer < model.config.num_layers:
         raise ConfigError(f"--layer {arguments.layer}: the model has {model.config.num_layers}")
-    maps = [seen for at, seen in seen_maps(model, tokens) if at == layer]
-    if not maps:
+    shown = seen_maps(model, tokens).get(layer)
+    if shown is None:
         raise ConfigError(f"--layer {layer} is {model.config.mixer_of_layer(layer)}, without maps")
-    shown = maps[0]
     heads = shown.first.shape[0]
     if arguments.head is not None and not 0 <= arguments.head < heads:
         raise ConfigError(f"--head {arguments.head}: layer {layer} has {heads} heads, from 0")
@@ -140,13 +134,13 @@ def draw_maps(
     return figure, {"layer": layer, "head": arguments.head, "tokens": words, "lambda": lam} | values
 
 
-def seen_maps(model: Decoder, tokens: list[int]) -> list[tuple[int, Maps]]:
+def seen_maps(model: Decoder, tokens: list[int]) -> dict[int, Maps]:
     """The maps of all layers with attention."""
-    seen: list[tuple[int, Maps]] = []
+    seen: dict[int, Maps] = {}
 
     def look(layer: int, maps: Maps | None, hidden: Any) -> None:
         if maps is not None:
-            seen.append((layer, maps))
+            seen[layer] = maps
 
     observe(model, tokens, look)
     return seen
@@ -176,7 +170,7 @@ def draw_spans(
     sums: dict[int, list[float]] = {}
     for prompt in prompts:
         tokens, span = marked(prompt, tokenizer)
-        for layer, maps in seen_maps(model, tokens):
+        for layer, maps in seen_maps(model, tokens).items():
             total = sums.setdefault(layer, [0.0, 0.0])
             for place, share in enumerate(span_attention(maps, span)):
                 total[place] += share / len(prompts)
@@ -199,43 +193,34 @@ def draw_spans(
 def draw_outliers(
     arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer
 ) -> tuple[Any, dict[str, Any]]:
-    try:
-        text = Path(arguments.text_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text-file {arguments.text_file}: {error}") from None
-    ids, length = list(tokenizer.encode(text)), arguments.seq_length
+    ids = list(tokenizer.encode(read_text("--text-file", arguments.text_file)))
+    length = arguments.seq_length
     sequences = [ids[at : at + length] for at in range(0, len(ids), length)][: arguments.sequences]
     if not sequences:
         raise ConfigError(f"--text-file {arguments.text_file} holds no tokens")
-    layers = range(model.config.num_layers)
-    scores, hidden = {n: Outliers() for n in layers}, {n: Outliers() for n in layers}
-    all_scores, all_hidden = Outliers(), Outliers()
+    scores: dict[int | str, Outliers] = defaultdict(Outliers)  # by layer, and of "all"
+    hidden: dict[int | str, Outliers] = defaultdict(Outliers)
 
     def look(layer: int, maps: Maps | None, output: Any) -> None:
-        if maps is not None:
-            scores[layer].add(maps.scores)
-            all_scores.add(maps.scores)
-        hidden[layer].add(output)
-        all_hidden.add(output)
+        for place in (layer, "all"):
+            hidden[place].add(output)
+            if maps is not None:
+                scores[place].add(maps.scores)
 
     for sequence in sequences:
         observe(model, sequence, look)
     figure, all_axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    values: dict[str, Any] = {"tokens": sum(map(len, sequences))}
     named = {"attention scores": scores, "hidden states": hidden}
     for axes, (title, by_layer) in zip(all_axes, named.items(), strict=True):
-        summaries = {n: o.summary() for n, o in by_layer.items() if o.medians}
+        whole = by_layer.pop("all", Outliers()).summary()
+        layers = {layer: outliers.summary() for layer, outliers in by_layer.items()}
         for key in ("top-1", "top-10", "median"):
-            points = {n: s[key] for n, s in summaries.items() if key in s}
+            points = {layer: summary[key] for layer, summary in layers.items() if key in summary}
             axes.plot(list(points), list(points.values()), marker="o", ms=4, label=key)
         axes.set(title=f"largest {title}", xlabel="layer", ylabel="absolute value", yscale="log")
         axes.legend()
-    values: dict[str, Any] = {"tokens": sum(map(len, sequences))}
-    for title, by_layer in named.items():
-        whole = all_scores if by_layer is scores else all_hidden
-        values[title] = {
-            "all": whole.summary(),
-            "layers": {n: o.summary() for n, o in by_layer.items() if o.medians},
-        }
+        values[title] = {"all": whole, "layers": layers}
     return figure, values
 
 

@@ -21,7 +21,7 @@ from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load, read_metadata
 from megadiff.config import Config, ConfigError, ParallelConfig
-from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 from megadiff.models.decoder import Decoder
 from megadiff.models.generation import Sampling, generate
 from megadiff.training.checkpointing import saved_config
@@ -33,11 +33,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--load", required=True, help="folder of checkpoints")
-    parser.add_argument("--ckpt-step", type=int, help="step to load; the newest by default")
-    parser.add_argument("--tokenizer-model", help="where the tokenizer is now, if it was moved")
-    parser.add_argument("--device", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16", "fp64"], help="as trained")
+    add_model_flags(parser)
     text = parser.add_argument_group("text")
     text.add_argument("--prompt", action="append", default=[], help="may be repeated")
     text.add_argument("--prompt-file", help="a prompt on each line, as JSON strings or plain")
@@ -50,6 +46,15 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     sampling.add_argument("--top-p", type=float, default=1.0, help="of the likeliest with this sum")
     sampling.add_argument("--seed", type=int, default=1234)
     return parser.parse_args(words)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """What `load_model` and `checkpoint_tokenizer` are told."""
+    parser.add_argument("--load", required=True, help="folder of checkpoints")
+    parser.add_argument("--ckpt-step", type=int, help="step to load; the newest by default")
+    parser.add_argument("--tokenizer-model", help="where the tokenizer is now, if it was moved")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16", "fp64"], help="as trained")
 
 
 def main(words: list[str]) -> None:
@@ -111,19 +116,22 @@ def checkpoint_tokenizer(config: Config, moved: str | None) -> Tokenizer:
     """The tokenizer that the model was trained with; NullTokenizer counts ids without the end."""
     d = config.data
     ids = (config.model.vocab_size or 1) - 1
-    return build_tokenizer(
+    return TokenizerSettings(
         d.tokenizer_type, moved or d.tokenizer_model, d.vocab_file, d.merge_file, ids
-    )
+    ).build()
 
 
 def read_prompts(path: str | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file {path}: {error}") from None
+    lines = [] if path is None else read_text("--prompt-file", path).splitlines()
     return [_read_prompt(line) for line in lines if line]
+
+
+def read_text(flag: str, path: str) -> str:
+    """The text of a file that `flag` names."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: {getattr(error, 'strerror', error)}") from None
 
 
 def _read_prompt(line: str) -> str:

@@ -13,7 +13,7 @@ from megadiff.data.blended_dataset import BlendedDataset
 from megadiff.data.errors import DataError
 from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.data.integrity import difference, document_lengths, problems, statistics
-from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 from tools.common import add_tokenizer_flags, run, tokenizer_settings
 
 
@@ -81,9 +81,7 @@ def document_numbers(words: list[str], count: int) -> list[int]:
 def text_of(ids: np.ndarray, tokenizer: Tokenizer | None, characters: int) -> str:
     """Text (or ids without a tokenizer) of one document, cut at `characters`."""
     text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids.tolist())
-    return (
-        text if characters in (0, len(text)) or len(text) < characters else text[:characters] + "…"
-    )
+    return text if characters == 0 or len(text) <= characters else text[:characters] + "…"
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -161,9 +159,9 @@ def step(arguments: argparse.Namespace, run_flags: list[str]) -> int:
     d = config.data
     tokenizer = None
     if d.tokenizer_model or d.vocab_file or d.tokenizer_type == "ByteTokenizer":
-        tokenizer = build_tokenizer(
+        tokenizer = TokenizerSettings(
             d.tokenizer_type, d.tokenizer_model, d.vocab_file, d.merge_file, config.model.vocab_size
-        )
+        ).build()
     dataset = build_data(config, Axis(), eod).train.dataset
     first = arguments.consumed_samples
     if first is None:

@@ -84,15 +84,7 @@ def draw(
     speed.set_ylim(0, 1.15 * max(values))
 
     style(lambdas, "lambda of each layer (mean)")
-    layers = sorted({int(layer) for e in train for layer in e["lambda"]})
-    colors = plt.get_cmap("viridis")
-    for number, layer in enumerate(layers):
-        lambdas.plot(
-            steps,
-            [e["lambda"].get(str(layer)) for e in train],
-            color=colors(0.9 * number / max(len(layers) - 1, 1)), lw=1.6, label=f"layer {layer}",
-        )  # fmt: skip
-    if layers:
+    if plot_lambdas(lambdas, train):
         low, high = lambdas.get_ylim()
         lambdas.set_ylim(low, high + 0.3 * (high - low))  # room for the legend
         lambdas.legend(frameon=False, ncols=4, loc="upper right")
@@ -107,6 +99,17 @@ def draw(
                           transform=axis.get_xaxis_transform())  # fmt: skip
     figure.savefig(output, dpi=120)
     plt.close(figure)
+
+
+def plot_lambdas(axes: Axes, train: list[dict[str, Any]]) -> dict[int, list[float | None]]:
+    """Draw the mean lambda of each layer over the entries `train`; the values by layer."""
+    layers = sorted({int(layer) for e in train for layer in e["lambda"]})
+    by_layer = {layer: [e["lambda"].get(str(layer)) for e in train] for layer in layers}
+    steps, colors = [e["iteration"] for e in train], plt.get_cmap("viridis")
+    for number, (layer, values) in enumerate(by_layer.items()):
+        color = colors(0.9 * number / max(len(layers) - 1, 1))
+        axes.plot(steps, values, color=color, lw=1.6, label=f"layer {layer}")
+    return by_layer
 
 
 def style(axis: Axes, title: str) -> None:

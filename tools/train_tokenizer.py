@@ -2,6 +2,7 @@
 """Train a SentencePiece tokenizer on raw text."""
 
 import argparse
+import heapq
 import random
 import re
 import signal
@@ -59,34 +60,19 @@ def sample_texts(texts: Iterator[str], budget: int, seed: int) -> list[str]:
     budget.
     """
     rng = random.Random(seed)
-    kept: list[tuple[float, str]] = []
+    kept: list[tuple[float, str]] = []  # a heap of -key and text: the largest key comes first
     size, limit = 0, 1.0
     for text in texts:
         key = rng.random()
         if key >= limit:
             continue
-        kept.append((key, text))
+        heapq.heappush(kept, (-key, text))
         size += len(text.encode())
-        if size > 2 * budget:
-            size, limit = _shrink(kept, budget)
-    _shrink(kept, budget)
-    return [text for _, text in kept]
-
-
-def _shrink(kept: list[tuple[float, str]], budget: int) -> tuple[int, float]:
-    """Keep the smallest keys up to `budget` bytes (at least one); their size, and the largest
-    key."""
-    kept.sort(key=lambda entry: entry[0])
-    size, count = 0, 0
-    for _, text in kept:
-        length = len(text.encode())
-        if count and size + length > budget:
-            break
-        size += length
-        count += 1
-    limit = kept[count][0] if count < len(kept) else 1.0
-    del kept[count:]
-    return size, limit
+        while size > budget and len(kept) > 1:
+            negative_key, dropped = heapq.heappop(kept)
+            size -= len(dropped.encode())
+            limit = -negative_key
+    return [text for _, text in sorted(kept, reverse=True)]
 
 
 def train(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megadiff.data.tokenizers import build_tokenizer
+from megadiff.data.tokenizers import TokenizerSettings
 from tools.train_tokenizer import main, sample_texts
 
 
@@ -21,7 +21,7 @@ def test_trains_from_json_lines(model_type: str, tmp_path: Path) -> None:
     source, prefix = write_corpus(tmp_path / "a.jsonl"), tmp_path / "tokenizer"
     words = f"--input {source} --output-prefix {prefix} --vocab-size 320 --model-type {model_type}"
     assert main(words.split()) == 0
-    tokenizer = build_tokenizer("SentencePieceTokenizer", f"{prefix}.model")
+    tokenizer = TokenizerSettings("SentencePieceTokenizer", f"{prefix}.model").build()
     assert tokenizer.vocab_size == 320
     assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (1, 2, 3)
     assert len(tokenizer.encode("water water wind")) < 12  # pieces of several letters
