@@ -48,27 +48,17 @@ def build_blend_order(weights: Sequence[float], size: int) -> BlendOrder:
         raise DataError(f"a blend of {len(weights)} datasets: at most {MOST_DATASETS - 1}")
     share = np.array(weights, dtype=np.float64)
     counts = np.zeros(len(share), dtype=np.float64)
-    dataset_index = np.empty(size, dtype=np.int16)
+    order = BlendOrder(np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64))
     for begin in range(0, size, _CHUNK):
         steps = np.arange(begin, min(begin + _CHUNK, size), dtype=np.float64)
         due = np.maximum(steps, 1.0)[:, None] * share
         for step, lag in enumerate(due, begin):
             np.subtract(lag, counts, out=lag)
             chosen = lag.argmax()
+            order.dataset_index[step] = chosen
+            order.dataset_sample_index[step] = counts[chosen]
             counts[chosen] += 1.0
-            dataset_index[step] = chosen
-    return BlendOrder(dataset_index, _count_up(dataset_index, len(share)))
-
-
-def _count_up(dataset_index: np.ndarray, datasets: int) -> np.ndarray:
-    """For each entry, how many equal ones come before it; int64."""
-    by_dataset = np.argsort(dataset_index, kind="stable")
-    ends = np.cumsum(np.bincount(dataset_index, minlength=datasets))
-    counts = np.arange(len(dataset_index), dtype=np.int64)
-    counts -= np.concatenate(([0], ends[:-1]))[dataset_index[by_dataset]]
-    result = np.empty_like(counts)
-    result[by_dataset] = counts
-    return result
+    return order
 
 
 class BlendedDataset:

@@ -77,41 +77,37 @@ def build_train_valid_test_datasets(
     should be.
     """
     settings = DataSettings(seq_length, seed, cache_path, mmap, packing)
-    per_split = (train_data_path, valid_data_path, test_data_path)
+    paths = (train_data_path, valid_data_path, test_data_path)
+    parts: Sequence[tuple[float, float] | None] = [(0.0, 1.0)] * 3
     if data_path is not None:
-        if any(path is not None for path in per_split):
+        if any(path is not None for path in paths):
             raise DataError("give --data-path, or --train/valid/test-data-path, not both")
         if split is None:
             raise DataError("--data-path needs --split, for example 969,30,1")
-        blend = parse_blend(data_path)
-        fractions = parse_split(split)
-        datasets: list[Dataset | None] = []
-        for name, part, wanted in zip(SPLITS, fractions, samples, strict=True):
-            try:
-                datasets.append(_build(blend, name, part, wanted, settings))
-            except NoSamples as error:
-                if name == "train":
-                    raise
-                note(f"no {name} set: {error}")
-                datasets.append(None)
-        return tuple(datasets)  # type: ignore[return-value]
-    if split is not None:
+        paths, parts = (data_path,) * 3, parse_split(split)
+    elif split is not None:
         raise DataError("--split belongs to --data-path; per-split paths are used whole")
-    return tuple(  # type: ignore[return-value]
-        None if words is None else _build(parse_blend(words), name, (0.0, 1.0), wanted, settings)
-        for name, words, wanted in zip(SPLITS, per_split, samples, strict=True)
-    )
+    blends = [None if words is None else parse_blend(words) for words in paths]
+    datasets: list[Dataset | None] = [None, None, None]
+    for number, (blend, part, wanted) in enumerate(zip(blends, parts, samples, strict=True)):
+        if blend is None or part is None or wanted == 0:
+            continue
+        try:
+            datasets[number] = _build(blend, SPLITS[number], part, wanted, settings)
+        except NoSamples as error:
+            if data_path is None or number == 0:
+                raise
+            note(f"no {SPLITS[number]} set: {error}")
+    return tuple(datasets)  # type: ignore[return-value]
 
 
 def _build(
     blend: Blend,
     name: str,
-    fractions: tuple[float, float] | None,
+    fractions: tuple[float, float],
     samples: int | None,
     settings: DataSettings,
-) -> Dataset | None:
-    if fractions is None or samples == 0:
-        return None
+) -> Dataset:
     if len(blend.prefixes) == 1:
         return build_source(blend.prefixes[0], name, fractions, samples, settings)
     blend = _without_empty(blend, name, fractions, samples is None, settings)

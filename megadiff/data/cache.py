@@ -28,11 +28,8 @@ STALE = 60.0  # seconds without one after which its lock counts as left behind
 
 def digest(array: np.ndarray) -> str:
     """A hash of the array's content, so that the cache follows the data and not its path."""
-    hasher = hashlib.blake2b(digest_size=16)
-    flat = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-    for begin in range(0, len(flat), 1 << 26):
-        hasher.update(flat[begin : begin + (1 << 26)].data)
-    return hasher.hexdigest()
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return hashlib.blake2b(flat.data, digest_size=16).hexdigest()
 
 
 def load_or_make(
@@ -45,39 +42,29 @@ def load_or_make(
     """
     if folder is None:
         return make()
+    text = json.dumps(key, sort_keys=True, indent=1)
+    entry = Path(folder) / f"{key['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    lock = entry.with_name(entry.name + ".lock")
+    watch = _Watch()
+    told = time.monotonic()
     try:
-        return _load_or_make(Path(folder), key, make)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        while not entry.is_dir():
+            with _locked(lock, watch) as ours:
+                if ours and not entry.is_dir():
+                    _store(entry, text, make())
+            if ours:
+                continue
+            time.sleep(0.2)
+            if time.monotonic() - told > 30.0:
+                print(f"waiting for another process to build {entry}", file=sys.stderr, flush=True)
+                told = time.monotonic()
+        return {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
     except OSError as error:
         raise DataError(
             f"cannot keep sample indices in {folder} ({error.strerror}: {error.filename}); give "
             "another --data-cache-path"
         ) from error
-
-
-def _load_or_make(
-    folder: Path, key: dict, make: Callable[[], dict[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    text = json.dumps(key, sort_keys=True, indent=1)
-    name = f"{key['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    entry = folder / name
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    waiting_since = time.monotonic()
-    watch = _Watch()
-    while not entry.is_dir():
-        with _lock(entry.with_name(name + ".lock"), watch) as locked:
-            if locked and not entry.is_dir():
-                _store(entry, text, make())
-        if not locked:
-            waiting_since = _wait(entry, waiting_since)
-    return {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
-
-
-def _wait(entry: Path, since: float) -> float:
-    time.sleep(0.2)
-    if time.monotonic() - since < 30.0:
-        return since
-    print(f"waiting for another process to build {entry}", file=sys.stderr, flush=True)
-    return time.monotonic()
 
 
 def _store(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:
@@ -99,7 +86,7 @@ def _store(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None
 
 
 @contextmanager
-def _lock(path: Path, watch: "_Watch") -> Iterator[bool]:
+def _locked(path: Path, watch: "_Watch") -> Iterator[bool]:
     """Whether this process holds the lock file; it touches the file for as long as it does."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))

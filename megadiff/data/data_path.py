@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from megadiff.data.blended_dataset import normalize
@@ -70,12 +71,8 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
         raise DataError(f"--split {split}: numbers must be 0 or more, and one of them above 0")
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)
-    bookends = [0.0]
-    for weight in weights:
-        bookends.append(bookends[-1] + weight / total)
-    return tuple(
-        (bookends[i], bookends[i + 1]) if weights[i] > 0 else None for i in range(len(weights))
-    )
+    bounds = pairwise(accumulate((weight / total for weight in weights), initial=0.0))
+    return tuple(part if weight > 0 else None for weight, part in zip(weights, bounds, strict=True))
 
 
 def split_range(fractions: tuple[float, float], count: int) -> tuple[int, int]:
@@ -116,4 +113,4 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}") from None
+        raise DataError(f"{path}: {getattr(error, 'strerror', error)}") from None

@@ -37,12 +37,12 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the sequences are read, and how many samples come before the last epoch."""
+    """How often the sequences are read, how many samples that gives, and how many of these, from
+    the last epoch, are shuffled apart from the others."""
 
     count: int
     samples: int
-    separate_last: bool
-    samples_before_last: int
+    samples_apart: int
 
 
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> Epochs:
@@ -51,17 +51,13 @@ def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> Epochs:
     The last epoch is shuffled apart when less than 80 % of its samples are wanted, so that the rest
     of them does not thin out the earlier epochs.
     """
-    if samples is None:
-        count = 1
-    else:
-        count = max(1, -(-(samples * seq_length + 1) // tokens))
-    total = (count * tokens - 1) // seq_length
-    before = ((count - 1) * tokens - 1) // seq_length if count > 1 else 0
-    separate = False
-    if count > 1 and samples is not None:
+    count = 1 if samples is None else max(1, -(-(samples * seq_length + 1) // tokens))
+    total, before = ((n * tokens - 1) // seq_length for n in (count, count - 1))
+    apart = 0
+    if samples is not None and count > 1:
         per_epoch = (tokens - 1) // seq_length
-        separate = samples - before < int(0.80 * per_epoch)
-    return Epochs(count, total, separate, before)
+        apart = total - before if samples - before < int(0.80 * per_epoch) else 0
+    return Epochs(count, total, apart)
 
 
 def build_order(
@@ -83,24 +79,21 @@ def build_order(
     if epochs.samples == 0:
         raise NoSamples(f"{tokens} tokens, less than the {seq_length + 1} of one sample")
     rng = np.random.RandomState(seed)
-    document_index = _document_index(sequences, epochs, rng)
+    one_epoch = np.arange(first, last, dtype=np.int32 if last <= 2**31 else np.int64)
+    document_index = np.tile(one_epoch, epochs.count)
+    _shuffle(document_index, len(one_epoch) if epochs.samples_apart else 0, rng)
     sample_index = _sample_index(lengths, document_index, epochs.samples, seq_length)
-    shuffle_index = _shuffle_index(epochs, rng)
+    dtype = np.int64 if epochs.samples >= 2**32 - 2 else np.uint32
+    shuffle_index = np.arange(epochs.samples, dtype=dtype)
+    _shuffle(shuffle_index, epochs.samples_apart, rng)
     return SampleOrder(document_index, sample_index, shuffle_index)
 
 
-def _document_index(
-    sequences: tuple[int, int], epochs: Epochs, rng: np.random.RandomState
-) -> np.ndarray:
-    dtype = np.int32 if sequences[1] <= 2**31 else np.int64
-    order = np.tile(np.arange(*sequences, dtype=dtype), epochs.count)
-    split = len(order)
-    if epochs.separate_last:
-        split -= sequences[1] - sequences[0]
+def _shuffle(order: np.ndarray, apart: int, rng: np.random.RandomState) -> None:
+    """Shuffle all but the last `apart` entries among themselves, then these."""
+    split = len(order) - apart
     rng.shuffle(order[:split])
-    if epochs.separate_last:
-        rng.shuffle(order[split:])
-    return order
+    rng.shuffle(order[split:])
 
 
 def _sample_index(
@@ -124,16 +117,6 @@ def _sample_index(
             row = last + 1
         before = total
     return index
-
-
-def _shuffle_index(epochs: Epochs, rng: np.random.RandomState) -> np.ndarray:
-    dtype = np.int64 if epochs.samples >= 2**32 - 2 else np.uint32
-    order = np.arange(epochs.samples, dtype=dtype)
-    split = epochs.samples_before_last if epochs.separate_last else epochs.samples
-    rng.shuffle(order[:split])
-    if epochs.separate_last:
-        rng.shuffle(order[split:])
-    return order
 
 
 @dataclass(frozen=True)
@@ -190,13 +173,13 @@ class PiecewiseDataset(ABC):
         return Sample(tokens, np.array([*starts, filled], dtype=np.int32), filled)
 
 
+@dataclass(frozen=True, eq=False)
 class GPTDataset(PiecewiseDataset):
     """Item i is sample i of the order, as a `Sample`."""
 
-    def __init__(self, dataset: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
-        self.dataset = dataset
-        self.order = order
-        self.seq_length = seq_length
+    dataset: IndexedDataset
+    order: SampleOrder
+    seq_length: int
 
     def __len__(self) -> int:
         return len(self.order.shuffle_index)

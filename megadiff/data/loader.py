@@ -200,18 +200,7 @@ class BatchLoader:
         batch = collate([self.dataset[number] for number in numbers], self.rules)
         if self.check is not None:
             self.check(batch)
-        return pinned(batch) if self.pin_memory else batch
-
-
-def pinned(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch in page-locked memory, from which copies to a GPU do not wait.
-
-    All but `cu_seqlens`, which `pad_cu_seqlens` moves.
-    """
-    return MicroBatch(
-        tokens=batch.tokens.pin_memory(),
-        labels=batch.labels.pin_memory(),
-        loss_mask=batch.loss_mask.pin_memory(),
-        positions=batch.positions.pin_memory(),
-        cu_seqlens=batch.cu_seqlens,
-    )
+        if self.pin_memory:  # copies to a GPU do not wait; `pad_cu_seqlens` moves cu_seqlens
+            for name in ("tokens", "labels", "loss_mask", "positions"):
+                setattr(batch, name, getattr(batch, name).pin_memory())
+        return batch

@@ -124,13 +124,13 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return result
 
 
+@dataclass(frozen=True, eq=False)
 class PackedDataset(PiecewiseDataset):
     """Item i is sample i of the order: whole pieces, then padding with token 0."""
 
-    def __init__(self, dataset: IndexedDataset, order: PackedOrder, seq_length: int) -> None:
-        self.dataset = dataset
-        self.order = order
-        self.seq_length = seq_length
+    dataset: IndexedDataset
+    order: PackedOrder
+    seq_length: int
 
     def __len__(self) -> int:
         return len(self.order.first) - 1
