@@ -58,8 +58,8 @@ class IndexedDataset:
 
     Attributes: `dtype`; `lengths` int32 `[N]` in tokens; `pointers` int64 `[N]` in bytes;
     `documents` int64 `[D]`, where document d is sequences `[documents[d], documents[d + 1])`;
-    `modes` int8 `[N]` or None. The index is memory-mapped; the tokens too, unless `mmap` is False,
-    which reads them where asked and costs no address space.
+    `modes` int8 `[N]` or None; `bin`, the bytes of the tokens. The index is memory-mapped; the
+    tokens too, unless `mmap` is False, which reads them where asked and costs no address space.
 
     A `prefix` with a protocol (`s3://bucket/corpus`) is read through fsspec: its index whole, its
     tokens in blocks, both kept in `cache_path` (default: `~/.cache/megadiff`).
@@ -67,25 +67,24 @@ class IndexedDataset:
 
     def __init__(self, prefix: str, *, mmap: bool = True, cache_path: str | None = None) -> None:
         self.prefix = prefix
-        self._options = {"mmap": mmap, "cache_path": cache_path}
         if is_remote(prefix):
             folder = cache_path or str(Path("~/.cache/megadiff").expanduser())
             index = str(RemoteBytes(idx_path(prefix), folder).local_copy())
-            self._bytes: Bytes = RemoteBytes(bin_path(prefix), folder)
+            self.bin: Bytes = RemoteBytes(bin_path(prefix), folder)
         else:
             index = idx_path(prefix)
             if not Path(index).is_file() or not Path(bin_path(prefix)).is_file():
                 raise DataError(_missing(prefix))
-            self._bytes = (MappedBytes if mmap else FileBytes)(bin_path(prefix))
+            self.bin = (MappedBytes if mmap else FileBytes)(bin_path(prefix))
         self._read_index(index)
         need = 0
         if len(self):
             need = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         need = max(need, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize)
-        if self.bin_size != need:
-            why = "it was cut off" if self.bin_size < need else "the index is of another .bin"
+        if self.bin.size != need:
+            why = "it was cut off" if self.bin.size < need else "the index is of another .bin"
             raise DataError(
-                f"{bin_path(prefix)}: {self.bin_size} bytes, but its index needs {need}: {why}"
+                f"{bin_path(prefix)}: {self.bin.size} bytes, but its index needs {need}: {why}"
             )
 
     def _read_index(self, path: str) -> None:
@@ -118,9 +117,6 @@ class IndexedDataset:
         if bookends < 1 or int(self.documents[-1]) != count:
             raise DataError(f"{name}: the last document does not end at the last sequence")
 
-    def __reduce__(self) -> tuple:
-        return _reopen, (self.prefix, self._options)
-
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -134,38 +130,25 @@ class IndexedDataset:
             length = int(self.lengths[index]) - offset
         begin = int(self.pointers[index]) + offset * self.dtype.itemsize
         size = length * self.dtype.itemsize
-        return self._bytes.read(begin, size).view(self.dtype)
+        return self.bin.read(begin, size).view(self.dtype)
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         return self.get(index)
 
-    @property
-    def bin_size(self) -> int:
-        """Bytes of the .bin file."""
-        return self._bytes.size
-
-    def read_bytes(self, begin: int, size: int) -> np.ndarray:
-        """Bytes of the .bin file, uint8."""
-        return self._bytes.read(begin, size)
-
     def token_chunks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
         """All tokens of the .bin in file order, `size` at a time, each with its first's number."""
-        total = self.bin_size // self.dtype.itemsize
+        total = self.bin.size // self.dtype.itemsize
         for begin in range(0, total, size):
             count = min(size, total - begin) * self.dtype.itemsize
-            yield begin, self._bytes.read(begin * self.dtype.itemsize, count).view(self.dtype)
+            yield begin, self.bin.read(begin * self.dtype.itemsize, count).view(self.dtype)
 
     def document(self, index: int) -> np.ndarray:
         """All tokens of document `index`, its sequences one after another."""
         first, last = int(self.documents[index]), int(self.documents[index + 1])
         parts = [self.get(i) for i in range(first, last)]
         return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
-
-
-def _reopen(prefix: str, options: dict) -> IndexedDataset:
-    return IndexedDataset(prefix, **options)
 
 
 def refuse_existing(prefixes: Sequence[str], overwrite: bool) -> None:
@@ -248,7 +231,7 @@ class IndexedDatasetBuilder:
         if end - begin != int(other.lengths.sum(dtype=np.int64)) * other.dtype.itemsize:
             raise DataError(f"{other.prefix}: its sequences do not lie one after another")
         for position in range(begin, end, _COPY):
-            self._file.write(other.read_bytes(position, min(_COPY, end - position)).data)
+            self._file.write(other.bin.read(position, min(_COPY, end - position)).data)
 
     def finalize(self) -> None:
         self._file.close()

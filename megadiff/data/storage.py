@@ -5,24 +5,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from megadiff.data.errors import DataError
+from megadiff.data.errors import DataError, need_library
 
 BLOCK = 4 << 20  # bytes that are fetched from an object store at once
 ATTEMPTS = 6  # of one fetch, with pauses of 1, 2, 4, ... seconds between them
-
-
-class Bytes(Protocol):
-    """Read access to a file of `size` bytes."""
-
-    size: int
-
-    def read(self, begin: int, size: int) -> np.ndarray:
-        """Bytes `[begin, begin + size)` as uint8."""
-        ...
 
 
 class MappedBytes:
@@ -82,29 +72,24 @@ class RemoteBytes:
         blocks = range(begin // BLOCK, -(-end // BLOCK)) if size else range(0)
         parts = []
         for number in blocks:
-            with self._block(number).open("rb") as file:
-                first = number * BLOCK
+            first, last = number * BLOCK, min((number + 1) * BLOCK, self.size)
+            with self._kept(f"{number:08d}", first, last).open("rb") as file:
                 file.seek(max(begin - first, 0))
-                parts.append(file.read(min(end, first + BLOCK) - max(begin, first)))
+                parts.append(file.read(min(end, last) - max(begin, first)))
         return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
     def local_copy(self) -> Path:
         """The whole object as a local file."""
-        path = self._folder / "whole"
-        if not path.exists():
-            part = path.with_name(f"whole.part-{os.getpid()}")
-            with part.open("wb") as file:
-                for begin in range(0, self.size, BLOCK):
-                    file.write(self._fetch(begin, min(begin + BLOCK, self.size)))
-            part.rename(path)
-        return path
+        return self._kept("whole", 0, self.size)
 
-    def _block(self, number: int) -> Path:
-        path = self._folder / f"{number:08d}"
+    def _kept(self, name: str, begin: int, end: int) -> Path:
+        """The file `name` of the folder, with bytes `[begin, end)`; fetched if it is not there."""
+        path = self._folder / name
         if not path.exists():
-            begin = number * BLOCK
-            part = path.with_name(f"{path.name}.part-{os.getpid()}-{time.monotonic_ns()}")
-            part.write_bytes(self._fetch(begin, min(begin + BLOCK, self.size)))
+            part = path.with_name(f"{name}.part-{os.getpid()}-{time.monotonic_ns()}")
+            with part.open("wb") as file:
+                for at in range(begin, end, BLOCK):
+                    file.write(self._fetch(at, min(at + BLOCK, end)))
             part.rename(path)
         return path
 
@@ -116,6 +101,10 @@ class RemoteBytes:
             return data
 
         return _with_retries(f"{self._url}, bytes {begin} to {end}", fetch)
+
+
+Bytes = MappedBytes | FileBytes | RemoteBytes
+"""A file of `size` bytes; `read(begin, size)` gives bytes `[begin, begin + size)` as uint8."""
 
 
 def _with_retries(what: str, call: Any) -> Any:
@@ -138,10 +127,7 @@ def is_remote(path: str) -> bool:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ModuleNotFoundError:
-        raise DataError(f"{url} needs the library fsspec: pip install 'megadiff[data]'") from None
+    fsspec = need_library("fsspec", url)
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # the store's own library is missing, or unknown
