@@ -8,6 +8,10 @@ from typing import Any
 from megadiff.data.inputs import Block
 
 _JSON = json.JSONDecoder()
+_JSON_TYPES = {
+    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string",
+    list: "a list", dict: "an object",
+}  # fmt: skip
 BOM = b"\xef\xbb\xbf"
 
 
@@ -63,27 +67,19 @@ def _reader(
     if block.kind == "jsonl":
         return "line", block.data.split(b"\n"), _json_texts
     if block.kind == "text":
-        return "document", _plain_texts(block.data, separator), _plain_text
+        texts = block.data.split(separator) if separator else [block.data]
+        if separator and not texts[-1]:  # after the last separator
+            texts.pop()
+        return "document", ([text.removeprefix(BOM)] for text in texts), _cells
     return "row", _rows(block.data, keys), _cells
-
-
-def _plain_texts(data: bytes, separator: bytes | None) -> list[bytes]:
-    texts = data.split(separator) if separator else [data]
-    if separator and not texts[-1]:
-        texts.pop()
-    return texts
-
-
-def _plain_text(raw: bytes, keys: Sequence[str]) -> list[str]:
-    return [_decode(raw.removeprefix(BOM))]
 
 
 def _rows(data: bytes, keys: Sequence[str]) -> Iterator[Sequence[bytes | None]]:
     import pyarrow as pa
 
-    with pa.ipc.open_stream(data) as reader:
-        table = reader.read_all()
-    return zip(*(table.column(key).to_pylist() for key in keys), strict=True)
+    schema = pa.schema([(key, pa.large_binary()) for key in keys])
+    batch = pa.ipc.read_record_batch(pa.py_buffer(data), schema)
+    return zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def _cells(values: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
@@ -112,25 +108,16 @@ def _json_texts(raw: bytes, keys: Sequence[str]) -> list[str]:
         hint = " (one array over many lines is not JSON lines)" if line == b"[" else ""
         raise _Bad("not JSON", f"{error}{hint}") from None
     if not isinstance(value, dict):
-        raise _Bad("not an object", f"the line holds {_type_name(value)}")
+        raise _Bad("not an object", f"the line holds {_JSON_TYPES[type(value)]}")
     texts = []
     for key in keys:
         if key not in value:
             has = ", ".join(map(repr, value)) or "none"
             raise _Bad("no such key", f"{key!r}; it has {has[:200]}")
         if not isinstance(value[key], str):
-            raise _Bad("not text", f"{key!r} is {_type_name(value[key])}")
+            raise _Bad("not text", f"{key!r} is {_JSON_TYPES[type(value[key])]}")
         texts.append(value[key])
     return texts
-
-
-def _type_name(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names[type(value)]
 
 
 def _decode(raw: bytes) -> str:

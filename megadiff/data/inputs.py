@@ -13,14 +13,15 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
-from megadiff.data.errors import DataError
+from megadiff.data.errors import DataError, need_library
 
 Kind = Literal["jsonl", "text", "parquet", "error"]
+Readable = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File
 
 BLOCK = 1 << 19  # bytes of text that a worker takes at a time
 LONGEST = 1 << 30  # bytes of one document: beyond, a file is no text with line ends
@@ -66,9 +67,7 @@ def list_inputs(words: Sequence[str]) -> list[str]:
         if word == "-" or Path(word).is_file():
             found.append(word)
         elif Path(word).is_dir():
-            files = [str(p) for p in Path(word).rglob("*") if p.is_file() and _is_text_name(p)]
-            hidden = re.compile(r"/\.")
-            files = [f for f in files if not hidden.search(f.removeprefix(word.rstrip("/")))]
+            files = [str(path) for path in Path(word).rglob("*") if _is_listed(path, word)]
             if not files:
                 raise DataError(f"--input {word}: no {', '.join(SUFFIXES)} file in this folder")
             found += sorted(files, key=natural_key)
@@ -90,11 +89,18 @@ def natural_key(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _is_text_name(path: Path) -> bool:
-    name = path.name.lower()
+def _is_listed(path: Path, folder: str) -> bool:
+    """Whether a search of `folder` takes `path`: a text file, by its name, that is not hidden."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not hidden and _content_name(path.name).endswith(SUFFIXES) and path.is_file()
+
+
+def _content_name(name: str) -> str:
+    """The name in lower case and without the suffixes of compression."""
+    name = name.lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
-    return name.endswith(SUFFIXES)
+    return name
 
 
 def read_blocks(
@@ -118,6 +124,8 @@ def read_blocks(
                 yield from _parquet_blocks(path, position, keys)
             else:
                 kind = _kind(path, input_format)
+                if kind == "text" and len(keys) > 1:
+                    raise DataError("plain text has no keys: give one of --json-keys")
                 end = b"\n" if kind == "jsonl" else separator
                 yield from _text_blocks(path, kind, position, end)
         except FAILURES as error:
@@ -132,9 +140,7 @@ def _begins_with(path: str, magic: bytes) -> bool:
 def _kind(path: str, input_format: str) -> Kind:
     if input_format != "auto":
         return "text" if input_format == "text" else "jsonl"
-    name = path.lower()
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
+    name = _content_name(path)
     if name.endswith(".parquet"):
         raise DataError("not a Parquet file (it does not begin with PAR1)")
     return "text" if name.endswith(TEXT_SUFFIXES) else "jsonl"
@@ -143,19 +149,15 @@ def _kind(path: str, input_format: str) -> Kind:
 def _text_blocks(path: str, kind: Kind, position: Position, end: bytes | None) -> Iterator[Block]:
     """Blocks that stop after an `end`; the last may lack it."""
     offset, line = position.offset, position.line
-    stream = _open(path)
-    try:
-        chunks = stream.chunks(offset)
-        for data in _cut(chunks, end):
+    with _open(path) as file:
+        for data in _cut(_content(file, path, offset), end):
             offset += len(data)
             count = data.count(end) if end else 0
             if not end or not data.endswith(end):
                 count += 1
             after = Position(position.file, offset, line + count)
-            yield Block(kind, path, line, data, after, stream.disk_bytes())
+            yield Block(kind, path, line, data, after, 0 if path == "-" else file.tell())
             line += count
-    finally:
-        stream.close()
 
 
 def _cut(chunks: Iterator[bytes], end: bytes | None) -> Iterator[bytes]:
@@ -163,99 +165,75 @@ def _cut(chunks: Iterator[bytes], end: bytes | None) -> Iterator[bytes]:
 
     When the input fails on the way, the documents that came whole are given first.
     """
-    held: list[bytes] = []
-    size, enough = 0, BLOCK
-    failure: Exception | None = None
-    while failure is None:
-        try:
-            chunk = next(chunks, b"")
-        except FAILURES as error:
-            chunk, failure = b"", error
-        held.append(chunk)
-        size += len(chunk)
-        if chunk and size < enough:
-            continue
-        data = b"".join(held)
-        cut = _last(data, end) if end else 0
-        if not chunk and failure is None:
-            cut = size
-        if cut:
-            yield data[:cut]
-        if not chunk:
-            break
-        held, size = [data[cut:]], size - cut
-        enough = max(BLOCK, 2 * size)  # so that a long document is searched few times
-        if size > LONGEST:
-            raise DataError(f"a document of more than {LONGEST} bytes: is this a text file?")
-    if failure:
-        raise failure
+    held, enough = bytearray(), BLOCK
+    try:
+        for chunk in chunks:
+            held += chunk
+            if len(held) < enough:
+                continue
+            if whole := _take_whole(held, end):
+                yield whole
+            if len(held) > LONGEST:
+                raise DataError(f"a document of more than {LONGEST} bytes: is this a text file?")
+            enough = max(BLOCK, 2 * len(held))  # so that a long document is searched few times
+    except FAILURES:
+        if whole := _take_whole(held, end):
+            yield whole
+        raise
+    if held:
+        yield bytes(held)
 
 
-def _last(data: bytes, end: bytes) -> int:
-    """Where the last `end` in `data` ends; 0 if there is none."""
-    if len(end) == 1:
-        return data.rfind(end) + 1
+def _take_whole(held: bytearray, end: bytes | None) -> bytes:
+    """Take what stands up to the last `end` out of `held`; nothing where there is none."""
+    if not end:
+        return b""
     # where separators overlap, as in five line ends, the first one counts
-    return len(data) - len(data.split(end)[-1])
+    one = len(end) == 1
+    cut = held.rfind(end) + 1 if one else len(held) - len(held.split(end)[-1])
+    whole = bytes(held[:cut])
+    del held[:cut]
+    return whole
 
 
-@dataclass
-class _Stream:
-    """A file opened for reading, as the bytes of its content after decompression."""
-
-    file: BinaryIO
-    read: Callable[[], bytes] | None  # the next bytes of the content; None: those of the file
-
-    def chunks(self, offset: int) -> Iterator[bytes]:
-        """The content from byte `offset` on."""
-        if self.read is None and offset:
-            self.file.seek(offset)
-            offset = 0
-        read = self.read or (lambda: self.file.read(BLOCK))
-        while chunk := read():
-            if offset < len(chunk):
-                yield chunk[offset:]
-            offset = max(0, offset - len(chunk))
-
-    def disk_bytes(self) -> int:
-        return self.file.tell() if self.file is not sys.stdin.buffer else 0
-
-    def close(self) -> None:
-        self.file.close()
+def _open(path: str) -> io.BufferedReader:
+    if path != "-":
+        return Path(path).open("rb")
+    if sys.stdin is None:
+        raise DataError("standard input is closed")
+    return cast(io.BufferedReader, sys.stdin.buffer)
 
 
-def _open(path: str) -> _Stream:
-    if path == "-":
-        if sys.stdin is None:
-            raise DataError("standard input is closed")
-        file = cast(io.BufferedReader, sys.stdin.buffer)
-    else:
-        file = Path(path).open("rb")  # noqa: SIM115 (the stream closes it)
+def _content(file: io.BufferedReader, path: str, offset: int) -> Iterator[bytes]:
+    """The bytes of `file` after decompression, from the byte `offset` of them on."""
     magic = file.peek(6)[:6]
     if not magic and path.lower().endswith(COMPRESSED):
         raise DataError("a compressed file of 0 bytes: was it cut off?")
     if magic[:2] == b"\x1f\x8b":
-        return _Stream(file, _reader(gzip.GzipFile(fileobj=file)))
-    if magic == b"\xfd7zXZ\x00":
-        return _Stream(file, _reader(lzma.LZMAFile(file)))
-    if magic[:3] == b"BZh":
-        return _Stream(file, _reader(bz2.BZ2File(file)))
-    if magic[:4] == b"\x28\xb5\x2f\xfd" or (magic[1:4] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
-        pieces = _zstd(file)
-        return _Stream(file, lambda: next(pieces, b""))
-    return _Stream(file, None)
+        chunks = _chunks(gzip.GzipFile(fileobj=file))
+    elif magic == b"\xfd7zXZ\x00":
+        chunks = _chunks(lzma.LZMAFile(file))  # noqa: SIM115 (our caller closes `file`)
+    elif magic[:3] == b"BZh":
+        chunks = _chunks(bz2.BZ2File(file))
+    elif magic[:4] == b"\x28\xb5\x2f\xfd" or (magic[1:4] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
+        chunks = _zstd(file)
+    else:
+        if offset:
+            file.seek(offset)
+        offset, chunks = 0, _chunks(file)
+    for chunk in chunks:
+        if offset < len(chunk):
+            yield chunk[offset:]
+        offset = max(0, offset - len(chunk))
 
 
-def _reader(file: gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File) -> Callable[[], bytes]:
-    return lambda: file.read1(BLOCK)  # what came before a failure is not lost
+def _chunks(file: Readable) -> Iterator[bytes]:
+    return iter(lambda: file.read1(BLOCK), b"")  # read1: what came before a failure is not lost
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:
     """All frames of a zstd file; one that ends inside a frame is an error."""
-    try:
-        import zstandard
-    except ModuleNotFoundError:
-        raise DataError("zstd needs the library zstandard: pip install 'megadiff[data]'") from None
+    zstandard = need_library("zstandard", "zstd")
     library = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame = library.decompressobj()
     pending, inside = b"", False
@@ -275,28 +253,23 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parquet_blocks(path: str, position: Position, keys: Sequence[str]) -> Iterator[Block]:
-    """Row batches in Arrow's stream format, the columns as bytes."""
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise DataError("Parquet needs the library pyarrow: pip install 'megadiff[data]'") from None
+    """Row batches as Arrow's messages, the columns `keys` as bytes."""
+    pa = need_library("pyarrow", "Parquet")
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow, keys)
             size = Path(path).stat().st_size
             rows = max(file.metadata.num_rows, 1)
-            done = 0  # rows before the current row group
+            at = 0  # rows before the row group, then before the batch
             for group in range(file.num_row_groups):
                 meta = file.metadata.row_group(group)
-                if done + meta.num_rows <= position.offset:
-                    done += meta.num_rows
+                if at + meta.num_rows <= position.offset:
+                    at += meta.num_rows
                     continue
                 step = max(1, BLOCK * meta.num_rows // max(meta.total_byte_size, 1))
-                at = done
-                done += meta.num_rows
-                batches = file.iter_batches(min(step, 65536), [group], list(keys))
-                for batch in batches:
+                for batch in file.iter_batches(min(step, 65536), [group], list(keys)):
                     begin, at = at, at + batch.num_rows
                     if at <= position.offset:
                         continue
@@ -304,7 +277,7 @@ def _parquet_blocks(path: str, position: Position, keys: Sequence[str]) -> Itera
                         batch = batch.slice(position.offset - begin)
                         begin = position.offset
                     columns = [batch.column(key).cast(pa.large_binary()) for key in keys]
-                    data = _arrow_bytes(pa.record_batch(columns, names=list(keys)))
+                    data = pa.record_batch(columns, names=list(keys)).serialize().to_pybytes()
                     after = Position(position.file, at, at)
                     yield Block("parquet", path, begin, data, after, size * at // rows)
     except pa.ArrowException as error:
@@ -314,26 +287,9 @@ def _parquet_blocks(path: str, position: Position, keys: Sequence[str]) -> Itera
 def _check_columns(schema, keys: Sequence[str]) -> None:
     import pyarrow as pa
 
+    texts = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
     for key in keys:
         if key not in schema.names:
             raise DataError(f"no column {key!r}; it has {', '.join(schema.names)}")
-        kind = schema.field(key).type
-        if not any(
-            test(kind)
-            for test in (
-                pa.types.is_string,
-                pa.types.is_large_string,
-                pa.types.is_binary,
-                pa.types.is_large_binary,
-            )
-        ):
-            raise DataError(f"column {key!r} is {kind}, not text")
-
-
-def _arrow_bytes(batch) -> bytes:
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+        if schema.field(key).type not in texts:
+            raise DataError(f"column {key!r} is {schema.field(key).type}, not text")

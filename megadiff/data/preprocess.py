@@ -7,6 +7,7 @@ notes in a journal where reading goes on.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -239,9 +240,7 @@ def _check(totals: Totals, result: BlockResult, settings: PreprocessSettings) ->
 
 
 def _add(totals: Totals, result: BlockResult) -> Totals:
-    reasons = dict(totals.reasons)
-    for problem in result.problems:
-        reasons[problem.kind] = reasons.get(problem.kind, 0) + 1
+    reasons = Counter(totals.reasons) + Counter(problem.kind for problem in result.problems)
     return Totals(
         documents=totals.documents + result.documents,
         empty=totals.empty + result.empty,
@@ -249,5 +248,5 @@ def _add(totals: Totals, result: BlockResult) -> Totals:
         tokens=totals.tokens + sum(encoded.token_count for encoded in result.encoded),
         text_bytes=totals.text_bytes + result.text_bytes,
         longest=max([totals.longest, *(encoded.longest for encoded in result.encoded)]),
-        reasons=reasons,
+        reasons=dict(reasons),
     )

@@ -31,10 +31,7 @@ class Progress:
             self._began = now
             self._next = documents + self._interval
             return
-        if self._terminal:
-            due = now - self._shown >= 0.2
-        else:
-            due = documents >= self._next
+        due = now - self._shown >= 0.2 if self._terminal else documents >= self._next
         if not due:
             return
         self._shown = now
@@ -51,16 +48,12 @@ class Progress:
         if self._total and read_rate > 0:
             left = (self._total - read) / read_rate
             line += f", {100 * read / self._total:.1f} %, {clock(left)} left"
-        if self._terminal:
-            sys.stderr.write(f"\r\x1b[K{line}")
-        else:
-            sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        line = f"\r\x1b[K{line}" if self._terminal else f"{line}\n"
+        print(line, end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:

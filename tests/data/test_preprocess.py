@@ -257,6 +257,9 @@ def test_several_keys(corpus: Path, expected: tuple, tmp_path: Path) -> None:
     assert contents(tmp_path / "out_text_document") == expected
     ids = IndexedDataset(str(tmp_path / "out_id_document"))
     assert ids.document(17).tolist() == [*b"17 b", 256]
+    corpus.rename(text := tmp_path / "corpus.txt")
+    with pytest.raises(DataError, match="plain text has no keys"):
+        run(text, tmp_path / "text", keys=("text", "id"))
 
 
 def test_bos_and_sentences(tmp_path: Path) -> None:
