@@ -4,6 +4,7 @@ Text is text: strings such as `<|endoftext|>` inside a document are encoded as o
 never as the token of that name. Libraries are imported where they are used.
 """
 
+import base64
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megadiff.data.errors import DataError
+from megadiff.data.errors import DataError, need_library
 
 EOD_NAMES = (
     "<EOD>",
@@ -104,7 +106,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, or a folder that holds one."""
 
     def __init__(self, model: str) -> None:
-        tokenizers = _need("tokenizers")
+        tokenizers = need_library("tokenizers", "this tokenizer", "tokenizers")
         path = Path(model)
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -116,10 +118,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.encode_special_tokens = True
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        named = _special_names(file.parent / "tokenizer_config.json")
-        self.eod = _lookup(vocabulary, named.get("eos_token"), EOD_NAMES)
-        self.bos = _lookup(vocabulary, named.get("bos_token"), BOS_NAMES)
-        self.pad = _lookup(vocabulary, named.get("pad_token"), PAD_NAMES)
+        beside = file.parent / "tokenizer_config.json"
+        config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        self.eod = _special(vocabulary, config.get("eos_token"), EOD_NAMES)
+        self.bos = _special(vocabulary, config.get("bos_token"), BOS_NAMES)
+        self.pad = _special(vocabulary, config.get("pad_token"), PAD_NAMES)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -132,25 +135,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def _special_names(config: Path) -> dict[str, str]:
-    if not config.is_file():
-        return {}
-    values = json.loads(config.read_text(encoding="utf-8"))
-    names = {}
-    for key in ("eos_token", "bos_token", "pad_token"):
-        value = values.get(key)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            names[key] = value
-    return names
-
-
-def _lookup(vocabulary: dict[str, int], named: str | None, usual: Sequence[str]) -> int | None:
-    for name in ([named] if named else []) + list(usual):
-        if name in vocabulary:
-            return vocabulary[name]
-    return None
+def _special(vocabulary: dict[str, int], named: Any, usual: Sequence[str]) -> int | None:
+    """The id of a token that tokenizer_config.json has as `named`, else of a usual name."""
+    if isinstance(named, dict):
+        named = named.get("content")
+    names = [named, *usual] if isinstance(named, str) else usual
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
 _BETWEEN_TEXTS = "\0<|between texts|>"  # begins as it never goes on: two cannot overlap
@@ -164,7 +154,7 @@ class TikTokenizer(Tokenizer):
     """
 
     def __init__(self, ranks: str, pattern: str = "cl100k") -> None:
-        tiktoken = _need("tiktoken")
+        tiktoken = need_library("tiktoken", "this tokenizer", "tokenizers")
         table = _read_ranks(ranks)
         count = max(table.values()) + 1
         special = {"<|endoftext|>": count, "<|begin_of_text|>": count + 1, "<|pad|>": count + 2}
@@ -197,9 +187,6 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(path: str) -> dict[bytes, int]:
-    import base64
-    import binascii
-
     table: dict[bytes, int] = {}
     number = 0
     try:
@@ -209,7 +196,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
                 if line.strip():
                     token, rank = line.split()
                     table[base64.b64decode(token, validate=True)] = int(rank)
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise DataError(f"{path}, line {number}: not `base64 rank`, not a tiktoken file") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
@@ -222,11 +209,11 @@ def _read_ranks(path: str) -> dict[bytes, int]:
     return table
 
 
-class GPT2BPETokenizer(Tokenizer):
+class GPT2BPETokenizer(HuggingFaceTokenizer):
     """GPT-2's byte-level BPE from its `vocab.json` and `merges.txt`."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        tokenizers = _need("tokenizers")
+        tokenizers = need_library("tokenizers", "this tokenizer", "tokenizers")
         try:
             model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
         except Exception as error:
@@ -238,10 +225,6 @@ class GPT2BPETokenizer(Tokenizer):
         self.eod = self._model.token_to_id("<|endoftext|>")
         self.bos = self.eod
         self.pad = self.eod
-
-    encode = HuggingFaceTokenizer.encode
-    encode_batch = HuggingFaceTokenizer.encode_batch
-    decode = HuggingFaceTokenizer.decode
 
 
 class ByteTokenizer(Tokenizer):
@@ -294,46 +277,9 @@ TYPES = (
 )
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    tokenizer_model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str = "cl100k",
-) -> Tokenizer:
-    """The tokenizer of a type in `TYPES`; raises DataError that names the flag that is missing."""
-
-    def need(value: str | None, flag: str) -> str:
-        if value is None:
-            raise DataError(f"--tokenizer-type {tokenizer_type} needs {flag}")
-        if not Path(value).exists():
-            raise DataError(f"{flag} {value}: no such file")
-        return value
-
-    match tokenizer_type:
-        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
-            return SentencePieceTokenizer(need(tokenizer_model, "--tokenizer-model"))
-        case "HuggingFaceTokenizer":
-            return HuggingFaceTokenizer(need(tokenizer_model, "--tokenizer-model"))
-        case "TikTokenizer":
-            return TikTokenizer(need(tokenizer_model, "--tokenizer-model"), tiktoken_pattern)
-        case "GPT2BPETokenizer":
-            return GPT2BPETokenizer(
-                need(vocab_file, "--vocab-file"), need(merge_file, "--merge-file")
-            )
-        case "ByteTokenizer":
-            return ByteTokenizer()
-        case "NullTokenizer":
-            if vocab_size is None or vocab_size < 1:
-                raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
-            return NullTokenizer(vocab_size)
-    raise DataError(f"--tokenizer-type {tokenizer_type}: one of {', '.join(TYPES)}")
-
-
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Arguments of `build_tokenizer`."""
+    """Which tokenizer, under the names of its flags; files as far as the type needs them."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -343,7 +289,32 @@ class TokenizerSettings:
     tiktoken_pattern: str = "cl100k"
 
     def build(self) -> Tokenizer:
-        return build_tokenizer(**asdict(self))
+        """The tokenizer; raises DataError that names the flag that is missing or wrong."""
+
+        def need(name: str) -> str:
+            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if value is None:
+                raise DataError(f"--tokenizer-type {self.tokenizer_type} needs {flag}")
+            if not Path(value).exists():
+                raise DataError(f"{flag} {value}: no such file")
+            return value
+
+        match self.tokenizer_type:
+            case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+                return SentencePieceTokenizer(need("tokenizer_model"))
+            case "HuggingFaceTokenizer":
+                return HuggingFaceTokenizer(need("tokenizer_model"))
+            case "TikTokenizer":
+                return TikTokenizer(need("tokenizer_model"), self.tiktoken_pattern)
+            case "GPT2BPETokenizer":
+                return GPT2BPETokenizer(need("vocab_file"), need("merge_file"))
+            case "ByteTokenizer":
+                return ByteTokenizer()
+            case "NullTokenizer":
+                if self.vocab_size is None or self.vocab_size < 1:
+                    raise DataError("--tokenizer-type NullTokenizer needs --vocab-size")
+                return NullTokenizer(self.vocab_size)
+        raise DataError(f"--tokenizer-type {self.tokenizer_type}: one of {', '.join(TYPES)}")
 
     def fingerprint(self) -> dict[str, object]:
         """The settings with the files' content in place of their paths."""
@@ -354,14 +325,3 @@ class TokenizerSettings:
                 file = path / "tokenizer.json" if path.is_dir() else path
                 values[name] = hashlib.sha256(file.read_bytes()).hexdigest()
         return values
-
-
-def _need(library: str):
-    import importlib
-
-    try:
-        return importlib.import_module(library)
-    except ModuleNotFoundError:
-        raise DataError(
-            f"this tokenizer needs the library {library}: pip install 'megadiff[tokenizers]'"
-        ) from None

@@ -19,7 +19,7 @@ from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_
 from megadiff.data.gpt_dataset import Sample
 from megadiff.data.indexed_dataset import DataError
 from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, sample_numbers
-from megadiff.data.tokenizers import build_tokenizer
+from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.parallel.mesh import Axis
 
 
@@ -43,9 +43,9 @@ def set_vocabulary(config: Config) -> int | None:
         )
     if not files:
         return None
-    tokenizer = build_tokenizer(
+    tokenizer = TokenizerSettings(
         d.tokenizer_type, d.tokenizer_model, d.vocab_file, d.merge_file, m.vocab_size
-    )
+    ).build()
     if m.vocab_size is None:
         m.vocab_size = tokenizer.vocab_size
     if m.vocab_size < tokenizer.vocab_size:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megadiff.data import long_text
 from megadiff.data.errors import DataError
-from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 
 SYLLABLES = [
     "ta",
@@ -51,7 +51,7 @@ def sentencepiece_model(folder: Path, model_type: str) -> Tokenizer:
     words = ["--input", str(source), "--output-prefix", str(folder / model_type)]
     words += ["--vocab-size", "350", "--model-type", model_type]
     assert main(words) == 0
-    return build_tokenizer("SentencePieceTokenizer", str(folder / f"{model_type}.model"))
+    return TokenizerSettings("SentencePieceTokenizer", str(folder / f"{model_type}.model")).build()
 
 
 def trained_bpe():
@@ -69,16 +69,16 @@ def trained_bpe():
 
 def huggingface(folder: Path) -> Tokenizer:
     trained_bpe().save(str(folder / "tokenizer.json"))
-    return build_tokenizer("HuggingFaceTokenizer", str(folder))
+    return TokenizerSettings("HuggingFaceTokenizer", str(folder)).build()
 
 
 def gpt2(folder: Path) -> Tokenizer:
     trained_bpe().model.save(str(folder))
-    return build_tokenizer(
+    return TokenizerSettings(
         "GPT2BPETokenizer",
         vocab_file=str(folder / "vocab.json"),
         merge_file=str(folder / "merges.txt"),
-    )
+    ).build()
 
 
 def tiktoken(folder: Path) -> Tokenizer:
@@ -86,7 +86,7 @@ def tiktoken(folder: Path) -> Tokenizer:
     tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" t", b" the", b"ab"]
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
     (folder / "ranks.tiktoken").write_text("".join(lines))
-    return build_tokenizer("TikTokenizer", str(folder / "ranks.tiktoken"))
+    return TokenizerSettings("TikTokenizer", str(folder / "ranks.tiktoken")).build()
 
 
 MAKERS = {
@@ -95,7 +95,7 @@ MAKERS = {
     "huggingface": huggingface,
     "gpt2": gpt2,
     "tiktoken": tiktoken,
-    "byte": lambda folder: build_tokenizer("ByteTokenizer"),
+    "byte": lambda folder: TokenizerSettings("ByteTokenizer").build(),
 }
 
 
@@ -156,7 +156,7 @@ def test_runs_of_a_fixed_length_are_not_cut(
     text = TEXT.replace("\n", " ")
     model.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=400))
     model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    tokenizer = TokenizerSettings("HuggingFaceTokenizer", str(tmp_path)).build()
     monkeypatch.setattr(long_text, "PIECE", 701)
     ids = long_text.encode_all(tokenizer, [text])[0]
     assert list(map(int, ids)) == tokenizer.encode(text)
@@ -173,7 +173,7 @@ def test_tokens_of_several_repetitions_are_not_cut(
         tokenizers.models.BPE({token: i for i, token in enumerate(vocabulary)}, merges)
     )
     model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    tokenizer = TokenizerSettings("HuggingFaceTokenizer", str(tmp_path)).build()
     for piece in range(700, 712):
         monkeypatch.setattr(long_text, "PIECE", piece)
         text = "x" + " abcde" * 700
@@ -234,12 +234,12 @@ def test_huggingface_names_its_tokens_in_its_config(tmp_path: Path) -> None:
     model.save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": {"content": "<|done|>"}, "bos_token": "<s>", "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"))
+    tokenizer = TokenizerSettings("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json")).build()
     assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (count, count + 1, None)
 
 
 def test_null() -> None:
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    tokenizer = TokenizerSettings("NullTokenizer", vocab_size=100).build()
     assert tokenizer.encode("5 0 99") == [5, 0, 99]
     assert (tokenizer.eod, tokenizer.vocab_size) == (100, 101)
     with pytest.raises(DataError, match="id 100 is not below"):
@@ -253,9 +253,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     junk.write_text("not a model at all\n")
     for kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"):
         with pytest.raises(DataError, match="junk"):
-            build_tokenizer(kind, str(junk))
+            TokenizerSettings(kind, str(junk)).build()
         with pytest.raises(DataError, match=f"{kind} needs --tokenizer-model"):
-            build_tokenizer(kind)
+            TokenizerSettings(kind).build()
     ranks = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
     for lines, message in (
         (ranks[:200], "56 of the 256 single bytes have no token"),
@@ -265,11 +265,11 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     ):
         junk.write_text("".join(lines))
         with pytest.raises(DataError, match=message):
-            build_tokenizer("TikTokenizer", str(junk))
+            TokenizerSettings("TikTokenizer", str(junk)).build()
     with pytest.raises(DataError, match="no such file"):
-        build_tokenizer("SentencePieceTokenizer", str(tmp_path / "absent"))
+        TokenizerSettings("SentencePieceTokenizer", str(tmp_path / "absent")).build()
     with pytest.raises(DataError, match="one of SentencePieceTokenizer"):
-        build_tokenizer("BertTokenizer")
+        TokenizerSettings("BertTokenizer").build()
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -278,4 +278,4 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     (tmp_path / "ranks").write_text("QQ== 0\n")
     with pytest.raises(DataError, match=r"pip install 'megadiff\[tokenizers\]'"):
-        build_tokenizer("TikTokenizer", str(tmp_path / "ranks"))
+        TokenizerSettings("TikTokenizer", str(tmp_path / "ranks")).build()

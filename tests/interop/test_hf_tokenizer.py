@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megadiff.config import DataConfig
-from megadiff.data.tokenizers import build_tokenizer
+from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.interop.hf.tokenizer import write_tokenizer
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -39,9 +39,9 @@ def check(folder, data: DataConfig) -> None:
     target.mkdir()
     special, note = write_tokenizer(target, data, None)
     assert (target / "tokenizer.json").is_file(), note
-    ours = build_tokenizer(
+    ours = TokenizerSettings(
         data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file
-    )
+    ).build()
     theirs = transformers.AutoTokenizer.from_pretrained(target)
     for text in TEXTS:
         ids = theirs(text, add_special_tokens=False).input_ids

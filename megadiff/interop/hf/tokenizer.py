@@ -9,7 +9,7 @@ from typing import Any
 
 from megadiff.config import DataConfig
 from megadiff.data.indexed_dataset import DataError
-from megadiff.data.tokenizers import Tokenizer, build_tokenizer
+from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROBES = (
@@ -40,9 +40,9 @@ def write_tokenizer(
     """
     kind = data.tokenizer_type
     try:
-        tokenizer = build_tokenizer(
+        tokenizer = TokenizerSettings(
             kind, data.tokenizer_model, data.vocab_file, data.merge_file, vocab_size
-        )
+        ).build()
     except DataError as error:
         return SpecialTokens(), f"no tokenizer files ({error})"
     tokens = SpecialTokens(tokenizer.eod, tokenizer.bos, tokenizer.pad)
