@@ -65,18 +65,16 @@ def list_inputs(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         if word == "-" or Path(word).is_file():
-            found.append(word)
+            files, lacking = [word], ""
         elif Path(word).is_dir():
             files = [str(path) for path in Path(word).rglob("*") if _is_listed(path, word)]
-            if not files:
-                raise DataError(f"--input {word}: no {', '.join(SUFFIXES)} file in this folder")
-            found += sorted(files, key=natural_key)
+            lacking = f"no {', '.join(SUFFIXES)} file in this folder"
         else:
             names = glob.glob(word, recursive=True)  # noqa: PTH207 (Path takes no absolute pattern)
-            files = [f for f in names if Path(f).is_file()]
-            if not files:
-                raise DataError(f"--input {word}: no such file")
-            found += sorted(files, key=natural_key)
+            files, lacking = [name for name in names if Path(name).is_file()], "no such file"
+        if not files:
+            raise DataError(f"--input {word}: {lacking}")
+        found += sorted(files, key=natural_key)
     for path, count in Counter(found).items():
         if count > 1:
             raise DataError(f"--input names {path} more than once")
@@ -120,26 +118,25 @@ def read_blocks(
         path = paths[number]
         position = start if number == start.file else Position(number)
         try:
-            if path != "-" and _begins_with(path, b"PAR1"):
+            kind = _kind(path, input_format)
+            if kind == "text" and len(keys) > 1:
+                raise DataError("plain text has no keys: give one of --json-keys")
+            if kind == "parquet":
                 yield from _parquet_blocks(path, position, keys)
             else:
-                kind = _kind(path, input_format)
-                if kind == "text" and len(keys) > 1:
-                    raise DataError("plain text has no keys: give one of --json-keys")
                 end = b"\n" if kind == "jsonl" else separator
                 yield from _text_blocks(path, kind, position, end)
         except FAILURES as error:
             yield Block("error", path, 0, str(error).encode(), Position(number + 1), 0)
 
 
-def _begins_with(path: str, magic: bytes) -> bool:
-    with Path(path).open("rb") as file:
-        return file.read(len(magic)) == magic
-
-
-def _kind(path: str, input_format: str) -> Kind:
+def _kind(path: str, input_format: Literal["auto", "jsonl", "text"]) -> Kind:
+    if path != "-":
+        with Path(path).open("rb") as file:
+            if file.read(4) == b"PAR1":
+                return "parquet"
     if input_format != "auto":
-        return "text" if input_format == "text" else "jsonl"
+        return input_format
     name = _content_name(path)
     if name.endswith(".parquet"):
         raise DataError("not a Parquet file (it does not begin with PAR1)")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -145,9 +146,12 @@ class BatchLoader:
         check: Callable[[MicroBatch], None] | None = None,
     ) -> None:
         self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
+        self._numbers = partial(
+            sample_numbers,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+        )
         self.rules = rules or DocumentRules()
         self.pin_memory = pin_memory
         self.check = check
@@ -186,15 +190,6 @@ class BatchLoader:
         numbers = self._numbers(consumed_samples, global_batch_size)
         futures = [self._threads.submit(self._make, run) for run in numbers]
         self._ahead = (consumed_samples, global_batch_size), futures
-
-    def _numbers(self, consumed_samples: int, global_batch_size: int) -> list[range]:
-        return sample_numbers(
-            consumed_samples,
-            global_batch_size,
-            self.micro_batch_size,
-            self.data_parallel_rank,
-            self.data_parallel_size,
-        )
 
     def _make(self, numbers: range) -> MicroBatch:
         batch = collate([self.dataset[number] for number in numbers], self.rules)

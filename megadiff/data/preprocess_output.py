@@ -89,10 +89,9 @@ class Parts:
 
     def append(self, encoded: Sequence[Encoded], problems: Sequence[Problem]) -> None:
         for number, one in enumerate(encoded):
-            tokens, lengths, documents = self._files[3 * number : 3 * number + 3]
-            tokens.write(one.tokens)
-            lengths.write(one.lengths)
-            documents.write(one.documents)
+            files = self._files[3 * number : 3 * number + 3]
+            for file, data in zip(files, (one.tokens, one.lengths, one.documents), strict=True):
+                file.write(data)
         for problem in problems:
             line = json.dumps(asdict(problem), ensure_ascii=False) + "\n"
             self._files[-1].write(line.encode("utf-8", "backslashreplace"))
