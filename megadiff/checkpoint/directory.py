@@ -8,12 +8,11 @@ Nothing here needs a process group.
 """
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
-from megadiff.checkpoint.files import in_threads, read_index
+from megadiff.checkpoint.files import DurableFile, in_threads, read_index
 from megadiff.checkpoint.ranks import describe
 from megadiff.checkpoint.storage import FORMAT, MANIFEST, file_entry, sync_directory
 
@@ -58,10 +57,8 @@ def write_tracker(root: str | Path, step: int) -> None:
     """Let the tracker name `step`, at once and durably."""
     path = Path(root) / TRACKER
     new = path.with_name(f".{TRACKER}.new")
-    with new.open("w") as file:
-        file.write(f"{step}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with DurableFile(new) as file:
+        file.write(f"{step}\n".encode())
     new.replace(path)
     sync_directory(Path(root))
 
@@ -126,10 +123,8 @@ def try_to_write(root: Path) -> None:
     """Create `root` if needed. Raises OSError when it cannot be written."""
     root.mkdir(parents=True, exist_ok=True)
     probe = root / ".probe"
-    with probe.open("w") as file:
-        file.write("x")
-        file.flush()
-        os.fsync(file.fileno())
+    with DurableFile(probe) as file:
+        file.write(b"x")
     probe.unlink()
 
 

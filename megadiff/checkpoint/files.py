@@ -5,7 +5,6 @@ checkpoint does, so that torch's own tools open it. Here it is read without unpi
 lie uncompressed in the record `data/0` of a zip archive, and shape and dtype stand in the index.
 """
 
-import io
 import math
 import os
 import pickle
@@ -236,20 +235,14 @@ class TensorFile:
         return block
 
 
-class _Window(io.RawIOBase):
-    """`[start, start + length)` of a file as a file."""
+class _Window:
+    """`[start, start + length)` of a file as a file, as far as zipfile asks."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self._file, self._start, self._length, self._at = file, start, length, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise ValueError("seek before the beginning")
         self._at = base + offset
@@ -261,6 +254,6 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(self._length - self._at, 0)
         self._file.seek(self._start + self._at)
-        data = self._file.read(left if size is None or size < 0 else min(size, left)) or b""
+        data = self._file.read(left if size < 0 else min(size, left)) or b""
         self._at += len(data)
         return data

@@ -63,7 +63,6 @@ def find_checkpoint(
 
 def find_newest(
     roots: Sequence[str | Path],
-    verify: bool = True,
     group: dist.ProcessGroup | None = None,
     among: Callable[[Path], bool] | None = None,
     local: str | Path | None = None,
@@ -80,7 +79,7 @@ def find_newest(
     ranks = Ranks(group)
     for root in roots:
         try:
-            path = find_checkpoint(root, verify=verify, group=group, among=among)
+            path = find_checkpoint(root, group=group, among=among)
             if path is None:
                 continue
             if root is not roots[0] and fits is not None:

@@ -35,10 +35,7 @@ class ComputedPiece(Piece):
     """A piece to write whose data are computed when their turn comes, and not kept."""
 
     def __init__(
-        self,
-        offset: tuple[int, ...],
-        sizes: tuple[int, ...],
-        compute: Callable[[], torch.Tensor],
+        self, offset: tuple[int, ...], sizes: tuple[int, ...], compute: Callable[[], torch.Tensor]
     ):
         self.offset, self.write = offset, True
         self._sizes, self._compute = sizes, compute
@@ -126,9 +123,10 @@ def flat_pieces(
     if flat_data.shape != (stop - start,):
         raise ValueError(f"flat_data {tuple(flat_data.shape)} is not [{stop - start}]")
     dim = record.dim
+    first = 0  # the rectangles follow each other in the flat range
     for offset, sizes in _boxes(start, stop, tuple(local_shape)):
-        first = _flat_index(offset, local_shape) - start
         box = flat_data[first : first + math.prod(sizes)].view(sizes)
+        first += box.numel()
         for section in record.sections:
             low = max(offset[dim], section.start)
             high = min(offset[dim] + sizes[dim], section.start + section.length)
@@ -143,13 +141,6 @@ def _offset(section: Section, dim: int, local: Sequence[int], at: int) -> tuple[
     offset = list(local)
     offset[dim] = section.offset + at - section.start
     return tuple(offset)
-
-
-def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
-    flat = 0
-    for i, size in zip(index, shape, strict=True):
-        flat = flat * size + i
-    return flat
 
 
 def _boxes(

@@ -1,4 +1,4 @@
-"""Save and load sharded tensors with torch's distributed checkpoint, and JSON beside them.
+"""Save and load sharded tensors as torch's distributed checkpoint does, and JSON beside them.
 
 A saved directory holds
 
@@ -13,10 +13,10 @@ Any number of processes loads what any other number saved.
 import json
 import math
 import os
+import platform
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megadiff import __version__
 from megadiff.checkpoint.files import INDEX, DurableFile, read_index
 from megadiff.checkpoint.ranks import CheckpointError, Ranks, describe
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors
-from megadiff.checkpoint.torch_parts import (
-    PieceLoadPlanner,
-    PieceSavePlanner,
-    TensorReader,
-    TensorWriter,
-)
+from megadiff.checkpoint.torch_parts import PieceSavePlanner, TensorWriter, read_pieces
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_BLOCK = 4 << 20  # bytes
 
 
 def save(
@@ -59,8 +56,10 @@ def save(
     ranks.all(what, lambda: _check_seen(directory))
     writer = TensorWriter(directory)
 
-    def write() -> None:
-        with _without_warning(ranks.alone):
+    def write() -> dict[str, dict]:
+        with warnings.catch_warnings():
+            if ranks.alone:  # torch warns of a single process, which is no mistake here
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 tensors,  # type: ignore[arg-type]
                 storage_writer=writer,
@@ -68,9 +67,9 @@ def save(
                 process_group=ranks.group,
                 no_dist=ranks.alone,
             )
+        return writer.written
 
-    ranks.all(what, write)
-    written = ranks.all(what, lambda: writer.written)
+    written = ranks.all(what, write)
     ranks.first(what, lambda: _finish(directory, metadata, written))
 
 
@@ -101,18 +100,8 @@ def load(
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise CheckpointError("it does not match:\n  " + "\n  ".join(problems[:20]) + more)
 
-    def read() -> None:
-        with _without_warning(ranks.alone):
-            dcp.load(
-                tensors,  # type: ignore[arg-type]
-                storage_reader=TensorReader(directory, index[0]),
-                planner=PieceLoadPlanner(),
-                process_group=ranks.group,
-                no_dist=ranks.alone,
-            )
-
     ranks.all(what, check)
-    ranks.all(what, read)
+    ranks.all(what, lambda: read_pieces(directory, index[0], tensors))
 
 
 class CheckpointReader:
@@ -141,29 +130,20 @@ class CheckpointReader:
         offset = (0,) * len(shape) if offset is None else tuple(offset)
         part = torch.empty(shape if sizes is None else tuple(sizes), dtype=dtype)
         tensors = {name: ShardedTensor(shape, dtype, [Piece(offset, part)])}
-        planner = PieceLoadPlanner()
-        reader = TensorReader(self.directory, self._index)
-        planner.set_up_planner(tensors, self._index)
-        reader.set_up_storage_reader(self._index, True)
         try:
-            reader.read_data(planner.create_local_plan(), planner)
+            read_pieces(self.directory, self._index, tensors)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {name}: {describe(error)}") from None
         return part
 
-    def blocks(
-        self, name: str, max_bytes: int = 4 << 20
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offsets and sizes of blocks of whole rows that make up the tensor `name`.
-
-        Each has at most `max_bytes`, or one row.
-        """
+    def blocks(self, name: str) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of blocks of whole rows that make up `name`: 4 MiB, or one row."""
         shape, dtype = self.tensors[name]
         if not shape:
             yield (), ()
             return
         rest = (0,) * (len(shape) - 1)
-        rows = max(1, max_bytes // max(math.prod(shape[1:]) * dtype.itemsize, 1))
+        rows = max(1, _BLOCK // max(math.prod(shape[1:]) * dtype.itemsize, 1))
         for first in range(0, shape[0], rows):
             yield (first, *rest), (min(rows, shape[0] - first), *shape[1:])
 
@@ -183,6 +163,12 @@ def read_metadata(directory: str | Path) -> dict[str, dict]:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {describe(error)}") from None
     return metadata
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint, for its metadata."""
+    own, python = __version__, platform.python_version()
+    return {"megadiff": own, "torch": torch.__version__, "python": python}
 
 
 def _mismatches(
@@ -207,15 +193,6 @@ def _mismatches(
         ):
             problems.append(f"{name}: {dtype} in the checkpoint, {tensor.dtype} in this run")
     return problems
-
-
-@contextmanager
-def _without_warning(alone: bool) -> Iterator[None]:
-    """Torch warns of a single process, which is no mistake here."""
-    with warnings.catch_warnings():
-        if alone:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _check_seen(directory: Path) -> None:

@@ -1,7 +1,8 @@
 """The parts of torch's distributed checkpoint that are ours: what is planned, written and read.
 
-Planners deal in pieces; the writer makes durable files, the reader reads just the rectangles asked
-for. Byte objects, which torch would unpickle, are neither written nor read.
+The planner deals in pieces; the writer makes durable files. Reading needs no planner: every rank
+looks for itself in the index. Byte objects, which torch would unpickle, are neither written nor
+read.
 """
 
 import math
@@ -19,9 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -32,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megadiff.checkpoint.files import THREADS, DurableFile, TensorFile, in_threads, write_tensor
-from megadiff.checkpoint.state import Piece, ShardedTensor
+from megadiff.checkpoint.state import Piece, Tensors
 
 _FILE_SIZE = 128 << 20  # bytes from which on a process writes one more file, up to THREADS
 
@@ -122,89 +120,36 @@ class TensorWriter(dcp.FileSystemWriter):
         return done
 
 
-class PieceLoadPlanner(LoadPlanner):
-    """Plans the reading of pieces from whatever parts were saved; never reads byte objects."""
+def read_pieces(directory: Path, index: Metadata, tensors: Tensors) -> None:
+    """Fill the pieces of `tensors`, in place, from whatever parts were saved.
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._tensors: dict[str, ShardedTensor] = state_dict
-        self._metadata = metadata
+    Just the rectangles asked for are read, file after file, front to back. Raises OSError, and
+    ValueError when a file does not hold what `index` says.
+    """
+    reads: dict[str, list[tuple[Any, ...]]] = {}
+    for name, tensor in tensors.items():
+        if 0 in tensor.shape:
+            continue
+        saved: Any = index.state_dict_metadata[name]
+        sizes = {chunk.offsets: chunk.sizes for chunk in saved.chunks}
+        for piece in tensor.pieces:
+            for item in create_read_items_for_chunk_list(name, saved, [_chunk(piece)]):
+                if 0 in item.lengths:
+                    continue
+                target = piece.data.detach()
+                for dim, first in enumerate(item.dest_offsets):
+                    target = target.narrow(dim, first, item.lengths[dim])
+                part = item.storage_index
+                info, size = index.storage_data[part], sizes[part.offset]
+                read = (info, size, saved.properties.dtype, item.storage_offsets, target)
+                reads.setdefault(info.relative_path, []).append(read)
 
-    def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None
-        items: list[ReadItem] = []
-        for name, tensor in self._tensors.items():
-            if 0 not in tensor.shape:
-                saved: Any = self._metadata.state_dict_metadata[name]
-                chunks = [_chunk(piece) for piece in tensor.pieces]
-                items += create_read_items_for_chunk_list(name, saved, chunks)
-        return LoadPlan([item for item in items if 0 not in item.lengths])
+    def read_file(name: str) -> None:
+        with TensorFile(directory / name) as file:
+            for info, *rest in sorted(reads[name], key=lambda read: read[0].offset):
+                file.read(info, *rest)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        number = read_item.dest_index.index
-        assert number is not None
-        target = self._tensors[read_item.dest_index.fqn].pieces[number].data.detach()
-        for dim, (first, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            target = target.narrow(dim, first, size)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def resolve_bytes(self, read_item: ReadItem) -> Any:
-        raise ValueError(f"{read_item.storage_index.fqn}: bytes, which are not read")
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.resolve_bytes(read_item)
-
-
-class TensorReader(dcp.FileSystemReader):
-    """Reads just the rectangles asked for, file after file, front to back."""
-
-    def __init__(self, directory: Path, index: Metadata):
-        super().__init__(directory)
-        self._index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        saved: dict[str, Any] = self._index.state_dict_metadata
-        sizes = {
-            MetadataIndex(name, chunk.offsets): chunk.sizes
-            for name in {item.storage_index.fqn for item in plan.items}
-            for chunk in saved[name].chunks
-        }
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            path = self.storage_data[item.storage_index].relative_path
-            by_file.setdefault(path, []).append(item)
-
-        def read(path: str, items: list[ReadItem]) -> None:
-            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
-            with TensorFile(Path(self.path) / path) as file:
-                for item in items:
-                    file.read(
-                        self.storage_data[item.storage_index],
-                        sizes[item.storage_index],
-                        saved[item.storage_index.fqn].properties.dtype,
-                        item.storage_offsets,
-                        planner.resolve_tensor(item),
-                    )
-
-        in_threads(read, by_file.keys(), by_file.values())
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    in_threads(read_file, reads)
 
 
 def _balanced(items: list[WriteItem]) -> list[list[WriteItem]]:

@@ -3,23 +3,19 @@
 Nothing here needs a process group, and no more than one tensor is in memory.
 """
 
-import platform
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megadiff import __version__
 from megadiff.checkpoint import directory as layout
-from megadiff.checkpoint.files import TensorFile, read_index
 from megadiff.checkpoint.find import find_checkpoint
-from megadiff.checkpoint.state import Piece, ShardedTensor
-from megadiff.checkpoint.storage import read_metadata, save
+from megadiff.checkpoint.state import ComputedPiece, ShardedTensor
+from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save, versions
 from megadiff.config import Config, ModelConfig, sections, to_dict, update_config
 from megadiff.interop.tensors import Deferred, InteropError, listed
 from megadiff.models.decoder import Decoder
@@ -69,49 +65,14 @@ def read_checkpoint(
     m = config.model
     if m.position_embedding_type == "learned_absolute" and m.max_position_embeddings is None:
         m.max_position_embeddings = config.training.seq_length
-    index = read_index(path)
+    reader = CheckpointReader(path)
     tensors = {
-        name: _saved_tensor(path, index, name)
-        for name in index.state_dict_metadata
+        name: Deferred(shape, dtype, partial(reader.read, name))
+        for name, (shape, dtype) in reader.tensors.items()
         if not name.startswith(_NO_WEIGHTS)
     }
     check_against(m, tensors, str(path))
-    return config, tensors
-
-
-def _saved_tensor(path: Path, index: Any, name: str) -> Deferred:
-    saved = index.state_dict_metadata[name]
-    shape, dtype = tuple(saved.size), saved.properties.dtype
-
-    def make() -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
-        for chunk in saved.chunks:
-            target = whole
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
-            info = index.storage_data[MetadataIndex(name, chunk.offsets)]
-            with TensorFile(path / info.relative_path) as file:
-                file.read(info, chunk.sizes, dtype, [0] * len(shape), target)
-        return whole
-
-    return Deferred(shape, dtype, make)
-
-
-class _DeferredPiece(Piece):
-    """A whole global tensor that is made when it is written."""
-
-    def __init__(self, tensor: Deferred, said: Callable[[], None]) -> None:
-        self.offset, self.write = (0,) * len(tensor.shape), True
-        self._tensor, self._said = tensor, said
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        self._said()
-        return self._tensor.make()
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self._tensor.shape
+    return config, {name: tensors[name] for name in global_shapes(m)}  # in the model's order
 
 
 def write_checkpoint(
@@ -132,18 +93,21 @@ def write_checkpoint(
     if layout.list_steps(root):
         raise InteropError(f"{root} holds a checkpoint already; give an empty or a new folder")
     check_against(config.model, tensors, "the converted model")
+
+    def make(tensor: Deferred) -> Tensor:
+        progress()
+        return tensor.make()
+
     sharded = {
-        name: ShardedTensor(t.shape, t.dtype, [_DeferredPiece(t, progress)])
+        name: ShardedTensor(
+            t.shape, t.dtype, [ComputedPiece((0,) * len(t.shape), t.shape, partial(make, t))]
+        )
         for name, t in tensors.items()
     }
     metadata = {
         "config": to_dict(config),
         "progress": {"iteration": 0, "consumed_samples": 0},
-        "versions": {
-            "megadiff": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
     saving = layout.saving_path(root, 0)
     try:

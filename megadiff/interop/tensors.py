@@ -34,11 +34,11 @@ def deferred(tensor: Tensor) -> Deferred:
     return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def listed(names: Iterable[str], limit: int = 8) -> str:
-    """Names for an error message, the first `limit` of them."""
+def listed(names: Iterable[str]) -> str:
+    """Names for an error message, the first eight of them."""
     names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 Progress = Callable[[int], Callable[[], None]]

@@ -5,12 +5,9 @@ Tensors have global names: `layers.3.mixer.q.weight` for a weight, the same behi
 those of random generators. Everything else is JSON beside them.
 """
 
-import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megadiff.checkpoint import rng
 from megadiff.checkpoint.find import find_checkpoint, find_newest
@@ -18,7 +15,7 @@ from megadiff.checkpoint.local import load_local
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
-from megadiff.checkpoint.storage import load, read_metadata
+from megadiff.checkpoint.storage import load, read_metadata, versions
 from megadiff.config import (
     Config,
     ConfigError,
@@ -91,10 +88,6 @@ def state_tensors(engine: Engine, env: Environment) -> Tensors:
     replicas = env.mesh.dp_cp
     tensors = engine.weights(replicas.rank, replicas.size)
     return tensors | optimizer_tensors(engine.optimizer) | rng.rng_tensors()
-
-
-def versions() -> dict[str, str]:
-    return {"megadiff": "0.1.0", "torch": torch.__version__, "python": platform.python_version()}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from megadiff.checkpoint.state import (
     add_piece,
     flat_pieces,
 )
-from megadiff.checkpoint.storage import read_metadata
+from megadiff.checkpoint.storage import read_metadata, versions
 from megadiff.config import (
     NATIVE_OPTIONS,
     Config,
@@ -115,7 +115,7 @@ def read_deepspeed(path: Path, config: Config) -> tuple[Tensors, dict[str, dict]
         "progress": {"iteration": steps, "consumed_samples": samples},
         "optimizer": scalars,
         "config": to_dict(config),
-        "versions": checkpointing.versions() | {"deepspeed": str(first["ds_version"])},
+        "versions": versions() | {"deepspeed": str(first["ds_version"])},
     }
     return tensors, metadata
 
