@@ -5,6 +5,7 @@
 Converting files (`tools/convert.py`) does not need it.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs transformers when it is asked for."""
     if name not in _NEED_TRANSFORMERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     try:
         module = importlib.import_module(f"{__name__}.{_NEED_TRANSFORMERS[name]}")
     except ModuleNotFoundError as error:

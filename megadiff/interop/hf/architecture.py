@@ -22,6 +22,13 @@ CLASSES: dict[Architecture, str] = {
     "megadiff": "MegadiffForCausalLM",
 }
 MODELING_FILES = ("modeling_megadiff.py", "modeling_megadiff_delta.py")
+_DIFF_OPTIONS = (
+    "diff_value_width",
+    "diff_head_norm",
+    "diff_lambda_per_head",
+    "diff_lambda_init",
+    "diff_lambda_std",
+)
 _DELTA_OPTIONS = (
     "delta_use_gate",
     "delta_use_beta",
@@ -58,26 +65,22 @@ def obstacles(m: ModelConfig, architecture: Architecture) -> list[str]:
         return fla.obstacles(m, architecture)
     only = {"llama": {"standard"}, "diffllama": {"diff_v1"}}.get(architecture, m.mixers)
     no = [f"layers of {mixer}" for mixer in sorted(m.mixers - only)]
-    if m.normalization != "RMSNorm":
-        no.append(f"--normalization {m.normalization}")
-    if not m.swiglu:
-        no.append("--no-swiglu")
-    if m.position_embedding_type == "learned_absolute":
-        no.append("--position-embedding-type learned_absolute")
-    if architecture != "megadiff" and m.position_embedding_type == "none":
-        no.append("--position-embedding-type none")
+    position = m.position_embedding_type
+    positions = ("rope", "none") if architecture == "megadiff" else ("rope",)
+    checks = {
+        f"--normalization {m.normalization}": m.normalization != "RMSNorm",
+        "--no-swiglu": not m.swiglu,
+        f"--position-embedding-type {position}": position not in positions,
+    }
     if architecture == "diffllama":
-        if m.mlp_bias:
-            no.append("--mlp-bias")
-        if m.diff_lambda_init is not None:
-            no.append(f"--diff-lambda-init {m.diff_lambda_init}")
-        if m.diff_lambda_per_head:
-            no.append("--diff-lambda-per-head")
-        if m.diff_head_norm == "none":
-            no.append("--diff-head-norm none")
-        if m.diff_value_width == "d":
-            no.append("--diff-value-width d")
-    return no
+        checks |= {
+            "--mlp-bias": m.mlp_bias,
+            f"--diff-lambda-init {m.diff_lambda_init}": m.diff_lambda_init is not None,
+            "--diff-lambda-per-head": m.diff_lambda_per_head,
+            "--diff-head-norm none": m.diff_head_norm == "none",
+            "--diff-value-width d": m.diff_value_width == "d",
+        }
+    return no + [option for option, present in checks.items() if present]
 
 
 def to_hf_config(
@@ -139,11 +142,7 @@ def to_hf_config(
             },
             "layer_mixers": [m.mixer_of_layer(layer) for layer in range(m.num_layers)],
             "diff_v1_head_dim": m.head_width("diff_v1") if "diff_v1" in m.mixers else None,
-            "diff_value_width": m.diff_value_width,
-            "diff_head_norm": m.diff_head_norm,
-            "diff_lambda_per_head": m.diff_lambda_per_head,
-            "diff_lambda_init": m.diff_lambda_init,
-            "diff_lambda_std": m.diff_lambda_std,
+            **{name: getattr(m, name) for name in _DIFF_OPTIONS},
             "rotary": m.position_embedding_type == "rope",
         }
     if architecture == "megadiff" and not m.mixers.isdisjoint(DELTA_MIXERS):
@@ -225,15 +224,11 @@ def _read_megadiff(m: ModelConfig, values: dict[str, Any], width: int, source: s
         m.token_mixer = mixers[0]
     else:
         m.hybrid_layer_pattern = pattern
-    m.diff_value_width = values.get("diff_value_width", "2d")
-    m.diff_head_norm = values.get("diff_head_norm", "weight")
-    m.diff_lambda_per_head = bool(values.get("diff_lambda_per_head", False))
-    m.diff_lambda_init = values.get("diff_lambda_init")
-    m.diff_lambda_std = float(values.get("diff_lambda_std", 0.1))
     m.position_embedding_type = "rope" if values.get("rotary", True) else "none"
-    if not m.mixers.isdisjoint(DELTA_MIXERS):
-        for name in _DELTA_OPTIONS:
-            setattr(m, name, values.get(name, getattr(m, name)))
+    delta = not m.mixers.isdisjoint(DELTA_MIXERS)
+    for name in (*_DIFF_OPTIONS, *(_DELTA_OPTIONS if delta else ())):
+        setattr(m, name, values.get(name, getattr(m, name)))
+    if delta:
         m.delta_num_heads = int(values["delta_num_heads"])
         m.delta_expand_k = values["delta_key_dim"] * m.delta_num_heads / m.hidden_size
         m.delta_expand_v = values["delta_value_dim"] * m.delta_num_heads / m.hidden_size

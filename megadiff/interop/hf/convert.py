@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megadiff.config import Config, ConfigError, ModelConfig
+from megadiff.config import Config, ConfigError
 from megadiff.config.validate_model import validate_model
 from megadiff.interop.checkpoint import check_against, read_checkpoint, write_checkpoint
 from megadiff.interop.hf.architecture import (
@@ -24,7 +24,7 @@ from megadiff.interop.hf.names import folded, from_hf, to_hf
 from megadiff.interop.hf.start import Variant, differential_config, differential_start
 from megadiff.interop.hf.tokenizer import copy_tokenizer, write_tokenizer
 from megadiff.interop.safetensors import read_folder, write_folder
-from megadiff.interop.tensors import Deferred, InteropError, Progress, Report, silent
+from megadiff.interop.tensors import InteropError, Progress, Report, silent
 
 
 def export_checkpoint(
@@ -106,9 +106,11 @@ def import_folder(
     architecture, m = from_hf_config(values, str(source))
     tensors = read_folder(folder)
     if variant is not None:
-        if not m.untie_embeddings_and_output_weights:
-            tensors.pop("lm_head.weight", None)
-        m, tensors = _made_differential(m, tensors, variant, exact, head_norm, seed)
+        m = differential_config(m, variant, exact=exact, head_norm=head_norm)
+        try:
+            tensors = differential_start(tensors, m, variant, exact=exact, seed=seed)
+        except KeyError as error:
+            raise InteropError(f"the model has no tensor {error.args[0]}") from None
         architecture = "megadiff"
     config = Config(model=m)
     config.training.seq_length = int(values.get("max_position_embeddings", 2048))
@@ -120,7 +122,10 @@ def import_folder(
     if dtype is not None:
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     check_against(m, tensors, str(folder))
-    _set_dtype(config, tensors)
+    trained = tensors["embedding.weight"].dtype  # what we keep in a wider type says nothing
+    config.training.bf16 = trained == torch.bfloat16
+    config.training.fp16 = trained == torch.float16
+    config.training.fp64 = trained == torch.float64
     report = Report(root)
     root.mkdir(parents=True, exist_ok=True)
     tokenizer = root / "tokenizer"
@@ -137,29 +142,6 @@ def import_folder(
         f"go on with: pretrain_diff.py --config {root}/model.yaml --load {root} --finetune ..."
     )
     return report
-
-
-def _made_differential(
-    llama: ModelConfig,
-    tensors: dict[str, Deferred],
-    variant: Variant,
-    exact: bool,
-    head_norm: Any,
-    seed: int,
-) -> tuple[ModelConfig, dict[str, Deferred]]:
-    m = differential_config(llama, variant, exact=exact, head_norm=head_norm)
-    try:
-        return m, differential_start(tensors, m, variant, exact=exact, seed=seed)
-    except KeyError as error:
-        raise InteropError(f"the model has no tensor {error.args[0]}") from None
-
-
-def _set_dtype(config: Config, tensors: dict[str, Deferred]) -> None:
-    """Train in the type of the embedding; what we keep in a wider type says nothing."""
-    dtype = tensors["embedding.weight"].dtype
-    config.training.bf16 = dtype == torch.bfloat16
-    config.training.fp16 = dtype == torch.float16
-    config.training.fp64 = dtype == torch.float64
 
 
 @contextmanager

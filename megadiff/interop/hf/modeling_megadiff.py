@@ -150,7 +150,7 @@ class LlamaDiffAttention(nn.Module):
             self.subln = None
             if config.diff_head_norm != "none":
                 weighted = config.diff_head_norm == "weight"
-                self.subln = HeadNorm(self.value_dim, config.rms_norm_eps, weighted)
+                self.subln = MegadiffNorm(self.value_dim, config.rms_norm_eps, weighted)
 
     def forward(
         self,
@@ -229,19 +229,6 @@ class LlamaDiffAttention(nn.Module):
         return first.to(lam.dtype) - lam * second.to(lam.dtype)
 
 
-class HeadNorm(nn.Module):
-    """RMSNorm of each head's output, in the type of its input, which is at least float32."""
-
-    def __init__(self, width: int, eps: float, weighted: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width)) if weighted else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x if self.weight is None else x * self.weight.to(x.dtype)
-
-
 class MegadiffRotary(nn.Module):
     """cos and sin by width of the query heads, None for a model without positions."""
 
@@ -285,7 +272,7 @@ class MegadiffPreTrainedModel(LlamaPreTrainedModel):
         if isinstance(module, LlamaDiffAttention) and module.mixer == "diff_v1":
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 init.normal_(getattr(module, name), 0, self.config.diff_lambda_std)
-        elif isinstance(module, HeadNorm | MegadiffNorm) and module.weight is not None:
+        elif isinstance(module, MegadiffNorm) and module.weight is not None:
             init.ones_(module.weight)
         elif isinstance(module, MegadiffDeltaNet):
             for name, values in module.initial_values().items():

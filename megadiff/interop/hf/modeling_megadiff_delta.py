@@ -132,16 +132,16 @@ class MegadiffDeltaNet(nn.Module):
 
 
 class MegadiffNorm(nn.Module):
-    """RMSNorm of each head's output, with one weight for all, in the type of its input."""
+    """RMSNorm of each head's output, with one weight for all or none, in the type of its input."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, weighted: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width)) if weighted else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x * self.weight.to(x.dtype)
+        return x if self.weight is None else x * self.weight.to(x.dtype)
 
 
 def _read_state(

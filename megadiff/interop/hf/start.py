@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megadiff.config import ModelConfig
-from megadiff.interop.tensors import Deferred, InteropError
+from megadiff.interop.tensors import Deferred, InteropError, deferred
 
 Variant = Literal["v1_split", "v1_doubled", "v2"]
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -119,15 +119,16 @@ def differential_start(
             name = "lambda_proj.weight"
             result[prefix + name] = drawn(name, (heads, hidden), std)
             if exact:
-                result[f"{prefix}o_proj.weight"] = _times_two(output)
+                result[f"{prefix}o_proj.weight"] = Deferred(
+                    output.shape, output.dtype, lambda output=output: 2 * output.make()
+                )
             continue
         for name in VECTORS:
             same = name.replace("2", "1") if exact else name
             result[prefix + name] = drawn(same, (width,), m.diff_lambda_std)
         if m.diff_head_norm == "weight":
             value_width = width * (2 if m.diff_value_width == "2d" else 1)
-            ones = torch.ones(value_width, dtype=dtype)
-            result[f"{prefix}subln.weight"] = Deferred(ones.shape, dtype, lambda ones=ones: ones)
+            result[f"{prefix}subln.weight"] = deferred(torch.ones(value_width, dtype=dtype))
     return result
 
 
@@ -139,10 +140,6 @@ def _pairs(first: Deferred, second: Deferred, width: int) -> Deferred:
         return torch.stack(heads, 1).flatten(0, 2)
 
     return Deferred((2 * first.shape[0], *first.shape[1:]), first.dtype, make)
-
-
-def _times_two(tensor: Deferred) -> Deferred:
-    return Deferred(tensor.shape, tensor.dtype, lambda: 2 * tensor.make())
 
 
 def _normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from megadiff.config import DataConfig
 from megadiff.data.indexed_dataset import DataError
 from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 
+_Form = tuple[Any, dict[str, str]]  # of `tokenizers`, and the names of its special tokens
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _PROBES = (
     "The quick brown fox, 12345 times.",
@@ -50,8 +51,7 @@ def write_tokenizer(
         assert data.tokenizer_model is not None
         copy_tokenizer(Path(data.tokenizer_model), folder)
         return tokens, "the tokenizer's files"
-    for make in _FORMS.get(kind, ()):
-        made, special = make(tokenizer, data)
+    for made, special in _FORMS[kind](tokenizer, data) if kind in _FORMS else ():
         if all(
             made.encode(p, add_special_tokens=False).ids == tokenizer.encode(p) for p in _PROBES
         ):
@@ -75,28 +75,31 @@ def copy_tokenizer(source: Path, folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
 
-def _gpt2(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers
+def _gpt2(tokenizer: Tokenizer, data: DataConfig) -> Iterator[_Form]:
+    from tokenizers import models
 
     assert data.vocab_file is not None and data.merge_file is not None
-    made = Fast(models.BPE.from_file(data.vocab_file, data.merge_file))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made, {"eos_token": "<|endoftext|>"} if tokenizer.eod is not None else {}
+    special = {"eos_token": "<|endoftext|>"} if tokenizer.eod is not None else {}
+    yield _byte_level(models.BPE.from_file(data.vocab_file, data.merge_file)), special
 
 
-def _bytes(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers
+def _bytes(tokenizer: Tokenizer, data: DataConfig) -> Iterator[_Form]:
+    from tokenizers import models
 
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|begin|>", "pad_token": "<|pad|>"}
     vocabulary = {character: byte for byte, character in _byte_characters().items()}
     vocabulary |= {name: 256 + number for number, name in enumerate(special.values())}
-    made = Fast(models.BPE(vocabulary, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    yield _byte_level(models.BPE(vocabulary, []), use_regex=False), special
+
+
+def _byte_level(model: Any, use_regex: bool = True) -> Any:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, pre_tokenizers
+
+    made = Fast(model)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     made.decoder = decoders.ByteLevel()
-    return made, special
+    return made
 
 
 def _byte_characters() -> dict[int, str]:
@@ -106,10 +109,18 @@ def _byte_characters() -> dict[int, str]:
     return {b: chr(b) for b in kept} | {b: chr(256 + n) for n, b in enumerate(others)}
 
 
-def _sentencepiece_bpe(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
+def _sentencepiece(tokenizer: Tokenizer, data: DataConfig) -> Iterator[_Form]:
+    """The pieces as BPE, then as unigrams."""
+    import sentencepiece
     from tokenizers import models
 
-    pieces, scores, special, unknown = _pieces(tokenizer, data)
+    file = sentencepiece.SentencePieceProcessor(model_file=data.tokenizer_model)
+    pieces = [file.id_to_piece(i) for i in range(file.get_piece_size())]
+    scores = [file.get_score(i) for i in range(file.get_piece_size())]
+    named = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
+    special = {key: pieces[i] for key, i in named.items() if i is not None}
+    prefixed = file.encode("a", out_type=str)[0].startswith("\u2581")
+    by_bytes = "<0x00>" in pieces
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     merges = [
         (-scores[index], piece[:cut], piece[cut:])
@@ -118,54 +129,28 @@ def _sentencepiece_bpe(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dic
         if piece[:cut] in vocabulary and piece[cut:] in vocabulary
     ]
     merges.sort(key=lambda merge: merge[0])
-    model = models.BPE(
+    bpe = models.BPE(
         vocabulary,
         [(first, second) for _, first, second in merges],
-        unk_token=unknown,
+        unk_token=pieces[file.unk_id()],
         fuse_unk=True,
-        byte_fallback="<0x00>" in vocabulary,
+        byte_fallback=by_bytes,
     )
-    return _metaspace(model, data), special
+    yield _metaspace(bpe, prefixed), special
+    scored = list(zip(pieces, scores, strict=True))
+    unigram = models.Unigram(scored, unk_id=file.unk_id(), byte_fallback=by_bytes)
+    yield _metaspace(unigram, prefixed), special
 
 
-def _sentencepiece_unigram(tokenizer: Tokenizer, data: DataConfig) -> tuple[Any, dict[str, str]]:
-    from tokenizers import models
-
-    pieces, scores, special, unknown = _pieces(tokenizer, data)
-    model = models.Unigram(
-        list(zip(pieces, scores, strict=True)),
-        unk_id=pieces.index(unknown),
-        byte_fallback="<0x00>" in pieces,
-    )
-    return _metaspace(model, data), special
-
-
-def _pieces(
-    tokenizer: Tokenizer, data: DataConfig
-) -> tuple[list[str], list[float], dict[str, str], str]:
-    """Pieces and scores by id, the special tokens and the unknown piece."""
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_file=data.tokenizer_model)
-    ids = range(model.get_piece_size())
-    pieces = [model.id_to_piece(i) for i in ids]
-    named = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
-    special = {key: pieces[i] for key, i in named.items() if i is not None}
-    return pieces, [model.get_score(i) for i in ids], special, pieces[model.unk_id()]
-
-
-def _metaspace(model: Any, data: DataConfig) -> Any:
+def _metaspace(model: Any, prefixed: bool) -> Any:
     """SentencePiece's treatment of spaces, as in Llama's tokenizer.json.
 
     Many models put a space before the text (add_dummy_prefix) and take it away when decoding.
     """
-    import sentencepiece
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, normalizers
 
     made = Fast(model)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=data.tokenizer_model)
-    prefixed = pieces.encode("a", out_type=str)[0].startswith("\u2581")
     space = normalizers.Replace(" ", "\u2581")
     before, after = (
         ([normalizers.Prepend("\u2581")], [decoders.Strip(" ", 1, 0)]) if prefixed else ([], [])
@@ -177,12 +162,10 @@ def _metaspace(model: Any, data: DataConfig) -> Any:
     return made
 
 
-_Form = Callable[[Tokenizer, DataConfig], tuple[Any, dict[str, str]]]
-_SENTENCEPIECE = (_sentencepiece_bpe, _sentencepiece_unigram)
-_FORMS: dict[str, Iterable[_Form]] = {
-    "GPT2BPETokenizer": (_gpt2,),
-    "ByteTokenizer": (_bytes,),
-    "SentencePieceTokenizer": _SENTENCEPIECE,
-    "GPTSentencePieceTokenizer": _SENTENCEPIECE,
-    "Llama2Tokenizer": _SENTENCEPIECE,
+_FORMS: dict[str, Callable[[Tokenizer, DataConfig], Iterator[_Form]]] = {
+    "GPT2BPETokenizer": _gpt2,
+    "ByteTokenizer": _bytes,
+    "SentencePieceTokenizer": _sentencepiece,
+    "GPTSentencePieceTokenizer": _sentencepiece,
+    "Llama2Tokenizer": _sentencepiece,
 }
