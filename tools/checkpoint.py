@@ -35,62 +35,69 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    command = commands.add_parser("list", help="the checkpoints of a folder")
-    command.add_argument("path", type=Path)
+    def command(
+        name: str, run: Callable[..., int | None], text: str, more: str | None = None
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, epilog=more)
+        sub.set_defaults(run=run)
+        return sub
 
-    command = commands.add_parser("show", help="tensors and metadata of a checkpoint")
-    command.add_argument("path", type=Path)
-    command.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    sub = command("list", list_checkpoints, "the checkpoints of a folder")
+    sub.add_argument("path", type=Path)
 
-    command = commands.add_parser("verify", help="compare checksums; fails on any damage")
-    command.add_argument("path", type=Path, help="a folder stands for all of its checkpoints")
-    command.add_argument("--values", action="store_true", help="also look for NaN and infinity")
+    sub = command("show", show, "tensors and metadata of a checkpoint")
+    sub.add_argument("path", type=Path)
+    sub.add_argument(
+        "--json", action="store_true", dest="as_json", help="one JSON object, for programs"
+    )
 
-    command = commands.add_parser("compare", help="differences of two checkpoints; fails on any")
-    command.add_argument("path", type=Path)
-    command.add_argument("other", type=Path)
-    command.add_argument("--weights-only", action="store_true")
-    command.add_argument(
+    sub = command("verify", verify, "compare checksums; fails on any damage")
+    sub.add_argument("path", type=Path, help="a folder stands for all of its checkpoints")
+    sub.add_argument("--values", action="store_true", help="also look for NaN and infinity")
+
+    sub = command("compare", compare, "differences of two checkpoints; fails on any")
+    sub.add_argument("path", type=Path)
+    sub.add_argument("other", type=Path)
+    sub.add_argument("--weights-only", action="store_true")
+    sub.add_argument(
         "--tolerance", type=float, default=0.0, help="largest |a - b| / max |b| of a tensor allowed"
     )
 
-    command = commands.add_parser("prune", help="delete old checkpoints of a folder")
-    command.add_argument("path", type=Path)
-    command.add_argument("--keep-last", type=int, required=True, metavar="N")
-    command.add_argument("--keep-every", type=int, metavar="M", help="keep steps divisible by M")
-    command.add_argument("--dry-run", action="store_true", help="only say what would go")
+    sub = command("prune", prune, "delete old checkpoints of a folder")
+    sub.add_argument("path", type=Path)
+    sub.add_argument("--keep-last", type=int, required=True, metavar="N")
+    sub.add_argument("--keep-every", type=int, metavar="M", help="keep steps divisible by M")
+    sub.add_argument("--dry-run", action="store_true", help="only say what would go")
 
-    command = commands.add_parser("average", help="mean of the weights of several checkpoints")
-    command.add_argument("paths", type=Path, nargs="+", metavar="path")
-    command.add_argument("--output", type=Path, required=True, help="the new checkpoint")
+    sub = command("average", average, "mean of the weights of several checkpoints")
+    sub.add_argument("paths", type=Path, nargs="+", metavar="path")
+    sub.add_argument("--output", type=Path, required=True, help="the new checkpoint")
 
-    command = commands.add_parser("convert", help="rewrite a checkpoint as one file")
-    command.add_argument("path", type=Path)
-    command.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        help="the new checkpoint, such as runs/bf16/iter_0000100",
-    )
-    command.add_argument("--weights-only", action="store_true", help="without optimizer state")
-    command.add_argument("--dtype", choices=DTYPES, help="of the weights")
+    sub = command("convert", convert, "rewrite a checkpoint as one file")
+    sub.add_argument("path", type=Path)
+    new = "the new checkpoint, such as runs/bf16/iter_0000100"
+    sub.add_argument("--output", type=Path, required=True, help=new)
+    sub.add_argument("--weights-only", action="store_true", help="without optimizer state")
+    sub.add_argument("--dtype", choices=DTYPES, help="of the weights")
 
-    command = commands.add_parser(
+    sub = command(
         "from-deepspeed",
-        help="a checkpoint that DeepSpeed's engine wrote, in megadiff's format",
-        epilog="further flags describe the model: --config configs/..., --bf16, ...",
+        from_deepspeed,
+        "a checkpoint that DeepSpeed's engine wrote, in megadiff's format",
+        "further flags describe the model: --config configs/..., --bf16, ...",
     )
-    command.add_argument("path", type=Path, help="the folder of save_checkpoint, or a tag in it")
-    command.add_argument("--output", type=Path, required=True, help="the new checkpoint")
+    sub.add_argument("path", type=Path, help="the folder of save_checkpoint, or a tag in it")
+    sub.add_argument("--output", type=Path, required=True, help="the new checkpoint")
 
-    command = commands.add_parser(
+    sub = command(
         "to-deepspeed",
-        help="a folder for DeepSpeed's load_checkpoint; run with torchrun, on as many processes as "
-        "will load it",
-        epilog="further flags: --deepspeed-config, --tensor-model-parallel-size, ...",
+        to_deepspeed,
+        "a folder for DeepSpeed's load_checkpoint; run with torchrun, on as many processes as will "
+        "load it",
+        "further flags: --deepspeed-config, --tensor-model-parallel-size, ...",
     )
-    command.add_argument("path", type=Path)
-    command.add_argument("--output", type=Path, required=True, help="the new folder")
+    sub.add_argument("path", type=Path)
+    sub.add_argument("--output", type=Path, required=True, help="the new folder")
     arguments, flags = parser.parse_known_args(words)
     if arguments.command in ("from-deepspeed", "to-deepspeed"):
         arguments.flags = flags
@@ -109,7 +116,12 @@ def checkpoint_at(path: Path) -> Path:
     return found
 
 
-def list_checkpoints(path: Path) -> int:
+def weights(reader: CheckpointReader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each weight by its name."""
+    return {n: tensor for n, tensor in reader.tensors.items() if not n.startswith(NOT_WEIGHTS)}
+
+
+def list_checkpoints(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")
     steps = layout.list_steps(path)
@@ -129,10 +141,9 @@ def list_checkpoints(path: Path) -> int:
             size = f"{sum(entry['bytes'] for entry in files.values()) / 1e9:.3f}"
         state = "; ".join(problems) or "whole"
         print(f"{step:>10} {size:>9}  {state}{' (latest)' if step == latest else ''}")
-    return 0
 
 
-def show(path: Path, as_json: bool) -> int:
+def show(path: Path, as_json: bool) -> None:
     path = checkpoint_at(path)
     reader = CheckpointReader(path)
     metadata = read_metadata(path)
@@ -142,15 +153,14 @@ def show(path: Path, as_json: bool) -> int:
             for name, (shape, dtype) in reader.tensors.items()
         }
         print(json.dumps({"path": str(path), "tensors": tensors, "metadata": metadata}))
-        return 0
+        return
     print(path)
     for name, (shape, dtype) in reader.tensors.items():
         print(f"  {name:<60} {str(dtype).removeprefix('torch.'):<9} {list(shape)}")
-    weights = [s for n, (s, _) in reader.tensors.items() if not n.startswith(NOT_WEIGHTS)]
-    print(f"{len(weights)} weight tensors, {sum(map(math.prod, weights)):,} parameters")
+    sizes = [math.prod(shape) for shape, _ in weights(reader).values()]
+    print(f"{len(sizes)} weight tensors, {sum(sizes):,} parameters")
     for key, value in metadata.items():
         print(f"{key}: {json.dumps(value)}")
-    return 0
 
 
 def verify(path: Path, values: bool) -> int:
@@ -217,7 +227,7 @@ def differ(a: CheckpointReader, b: CheckpointReader, name: str, tolerance: float
     return f"{count} of {math.prod(shape)} values, largest difference {largest:.3g} of {scale:.3g}"
 
 
-def prune(path: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> int:
+def prune(path: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
     if keep_last < 1 or (keep_every is not None and keep_every < 1):
         raise CheckpointError("--keep-last and --keep-every must be at least 1")
     paths = {step: layout.checkpoint_path(path, step) for step in layout.list_steps(path)}
@@ -231,15 +241,14 @@ def prune(path: Path, keep_last: int, keep_every: int | None, dry_run: bool) -> 
             print(f"{'would delete' if dry_run else 'deleting'} {paths[step]}", flush=True)
             if not dry_run:
                 layout.remove(paths[step])
-    return 0
 
 
-def average(paths: list[Path], output: Path) -> int:
+def average(paths: list[Path], output: Path) -> None:
     sources = [checkpoint_at(path) for path in paths]
     readers = [CheckpointReader(source) for source in sources]
-    first = {n: t for n, t in readers[0].tensors.items() if not n.startswith(NOT_WEIGHTS)}
+    first = weights(readers[0])
     for reader in readers[1:]:
-        other = {n: t for n, t in reader.tensors.items() if not n.startswith(NOT_WEIGHTS)}
+        other = weights(reader)
         if other != first:
             names = sorted(n for n in first | other if first.get(n) != other.get(n))
             raise CheckpointError(
@@ -251,38 +260,34 @@ def average(paths: list[Path], output: Path) -> int:
         total = torch.zeros(sizes, dtype=torch.float64)
         for reader in readers:
             total += reader.read(name, offset, sizes)
-        return (total / len(readers)).to(first[name][1])
+        return total / len(readers)
 
     tensors = computed(readers[0], list(first), mean, None)
     metadata = read_metadata(sources[-1])
     metadata["averaged"] = {"of": [str(source) for source in sources]}
     write_new(output, tensors, metadata)
-    return 0
 
 
-def convert(path: Path, output: Path, weights_only: bool, dtype: str | None) -> int:
+def convert(path: Path, output: Path, weights_only: bool, dtype: str | None) -> None:
     source = checkpoint_at(path)
     reader = CheckpointReader(source)
     skipped = NOT_WEIGHTS if weights_only else ()
     names = [name for name in reader.tensors if not name.startswith(skipped)]
     tensors = computed(reader, names, reader.read, DTYPES[dtype] if dtype else None)
     write_new(output, tensors, read_metadata(source))
-    return 0
 
 
-def from_deepspeed(path: Path, output: Path, flags: list[str]) -> int:
+def from_deepspeed(path: Path, output: Path, flags: list[str]) -> None:
     from megadiff.training.deepspeed_files import read_deepspeed
 
     tensors, metadata = read_deepspeed(path, load_config(flags))
     write_new(output, tensors, metadata)
-    return 0
 
 
-def to_deepspeed(path: Path, output: Path, flags: list[str]) -> int:
+def to_deepspeed(path: Path, output: Path, flags: list[str]) -> None:
     from megadiff.training.deepspeed_files import write_deepspeed
 
     write_deepspeed(checkpoint_at(path), output, flags)
-    return 0
 
 
 def computed(
@@ -326,22 +331,10 @@ def write_new(output: Path, tensors: Tensors, metadata: dict[str, dict]) -> None
 
 def main(words: list[str] | None = None) -> int:
     arguments = vars(parse_arguments(words))
-    command = arguments.pop("command")
-    if command == "show":
-        arguments["as_json"] = arguments.pop("json")
-    commands: dict[str, Callable[..., int]] = {
-        "list": list_checkpoints,
-        "show": show,
-        "verify": verify,
-        "compare": compare,
-        "prune": prune,
-        "average": average,
-        "convert": convert,
-        "from-deepspeed": from_deepspeed,
-        "to-deepspeed": to_deepspeed,
-    }
+    run: Callable[..., int | None] = arguments.pop("run")
+    del arguments["command"]
     try:
-        return commands[command](**arguments)
+        return run(**arguments) or 0
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         wait_for_first_rank()
         reason = describe(error) if isinstance(error, OSError) else error
