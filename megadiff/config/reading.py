@@ -13,9 +13,10 @@ import yaml
 from megadiff.config.options import Config, ConfigError, sections
 
 
-def load_config(argv: list[str]) -> Config:
+def load_config(argv: list[str], config: Config | None = None) -> Config:
     """The configuration of the command line `argv`: defaults, then `--config` files, then flags.
 
+    With `config` its values take the place of the defaults, and it is filled.
     Raises ConfigError for unknown keys, values of a wrong type and unreadable files. `--help`
     prints the flags and exits.
     """
@@ -25,7 +26,7 @@ def load_config(argv: list[str]) -> Config:
         known = [o for action in parser._actions for o in action.option_strings]
         flag = next((u for u in unknown if u.startswith("-")), unknown[0])
         raise ConfigError(f"unknown flag {flag}{_nearest(flag.split('=')[0], known)}")
-    config = Config()
+    config = config or Config()
     for path in flags.config or []:
         _read_file(config, path)
     for name, section in sections(config).items():

@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 
 from megadiff.config.options import DELTA_MIXERS, MIXER_SYMBOLS, ModelConfig
-from megadiff.config.require import require, require_positive
+from megadiff.config.require import flag, require, require_positive
 
 
 def validate_model(m: ModelConfig, seq_length: int) -> None:
@@ -36,12 +36,8 @@ def validate_model(m: ModelConfig, seq_length: int) -> None:
             f"--num-layers {m.num_layers}",
         )
     _validate_delta(m)
-    if m.mixers.isdisjoint(("diff_v1",)):
-        for f in fields(m):
-            require(
-                not f.name.startswith("diff_") or getattr(m, f.name) == f.default,
-                f"--{f.name.replace('_', '-')} is set, but no layer is diff_v1",
-            )
+    if "diff_v1" not in m.mixers:
+        _require_defaults(m, "diff_", "diff_v1")
     for mixer in m.mixers.difference(DELTA_MIXERS):
         heads = m.num_attention_heads * (2 if mixer == "diff_v1" else 1)
         require(
@@ -65,14 +61,18 @@ def validate_model(m: ModelConfig, seq_length: int) -> None:
         )
 
 
+def _require_defaults(m: ModelConfig, prefix: str, layers: str) -> None:
+    """The options of `layers`, of which there are none, are not set."""
+    for f in fields(m):
+        require(
+            not f.name.startswith(prefix) or getattr(m, f.name) == f.default,
+            f"{flag(f.name)} is set, but no layer is {layers}",
+        )
+
+
 def _validate_delta(m: ModelConfig) -> None:
     if m.mixers.isdisjoint(DELTA_MIXERS):
-        for f in fields(m):
-            require(
-                not f.name.startswith("delta_") or getattr(m, f.name) == f.default,
-                f"--{f.name.replace('_', '-')} is set, but no layer is one of "
-                f"{', '.join(DELTA_MIXERS)}",
-            )
+        _require_defaults(m, "delta_", f"one of {', '.join(DELTA_MIXERS)}")
         return
     require_positive(m, "delta_num_heads", "delta_expand_k", "delta_expand_v")
     heads = m.delta_heads
@@ -80,7 +80,7 @@ def _validate_delta(m: ModelConfig) -> None:
         width = m.hidden_size * getattr(m, name)
         require(
             head_width > 0 and math.isclose(head_width * heads, width),
-            f"--{name.replace('_', '-')} {getattr(m, name)} x --hidden-size {m.hidden_size} = "
+            f"{flag(name)} {getattr(m, name)} x --hidden-size {m.hidden_size} = "
             f"{width} is not a multiple of the {heads} heads of the delta layers",
         )
     require(m.delta_conv_size >= 0, f"--delta-conv-size is {m.delta_conv_size}, must be 0 or more")

@@ -11,7 +11,7 @@ from megadiff.config.options import (
     TrainingConfig,
     sections,
 )
-from megadiff.config.require import require, require_at_least_zero, require_positive
+from megadiff.config.require import flag, require, require_at_least_zero, require_positive
 from megadiff.config.validate_model import validate_model
 from megadiff.config.validate_split import (
     data_parallel_size,
@@ -30,7 +30,7 @@ def validate(config: Config, world_size: int) -> None:
             value = getattr(section, f.name)
             require(
                 not isinstance(value, float) or math.isfinite(value),
-                f"--{f.name.replace('_', '-')} is {value}, must be a finite number",
+                f"{flag(f.name)} is {value}, must be a finite number",
             )
     validate_model(config.model, config.training.seq_length)
     validate_split(config, world_size)
@@ -95,8 +95,11 @@ def _validate_float8(config: Config) -> None:
 
 def _validate_training(config: Config, world_size: int) -> None:
     t, o = config.training, config.optimizer
-    require_positive(t, "seq_length", "micro_batch_size", "global_batch_size")
-    require_positive(t, "train_iters", "train_samples")
+    require_positive(
+        t, "seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples",
+        "exit_interval", "exit_duration_in_mins", "max_consecutive_skipped_iters",
+        "loss_spike_sigma_factor",
+    )  # fmt: skip
     require(t.bf16 + t.fp16 + t.fp64 <= 1, "give at most one of --bf16, --fp16 and --fp64")
     if t.fp8:
         _validate_float8(config)
@@ -124,16 +127,13 @@ def _validate_training(config: Config, world_size: int) -> None:
         t.train_iters = steps
     require(t.train_iters is not None, "--train-iters is missing: how many steps to train")
     require_at_least_zero(t, "eval_iters", "eval_interval", "seed")
-    require_at_least_zero(o, "clip_grad", "weight_decay", "adam_eps", "sgd_momentum")
+    require_at_least_zero(o, "clip_grad", "weight_decay", "adam_eps")
     require_at_least_zero(config.data, "num_workers")
     require_at_least_zero(config.model, "init_method_std", "diff_lambda_std")
     require(t.seed < 2**32, f"--seed is {t.seed}, must be below 2**32")
-    require_positive(t, "exit_interval", "exit_duration_in_mins")
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
         beta = getattr(o, name)
-        require(
-            0 <= beta < 1, f"--{name.replace('_', '-')} is {beta}, must be at least 0 and below 1"
-        )
+        require(0 <= beta < 1, f"{flag(name)} is {beta}, must be at least 0 and below 1")
     require(
         t.deepspeed or t.deepspeed_config is None,
         f"--deepspeed-config {t.deepspeed_config} is given without --deepspeed",
@@ -151,16 +151,13 @@ def _validate_training(config: Config, world_size: int) -> None:
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         require(
             getattr(o, name) == "fp32" or (t.bf16 and o.optimizer == "adam"),
-            f"--{name.replace('_', '-')} bf16 needs --bf16 and --optimizer adam",
+            f"{flag(name)} bf16 needs --bf16 and --optimizer adam",
         )
     require(
         o.lambda_lr_multiplier == 1 or "diff_v1" in config.model.mixers,
         f"--lambda-lr-multiplier {o.lambda_lr_multiplier} is set, but no layer is diff_v1",
     )
-    require(
-        o.loss_scale is None or t.fp16,
-        f"--loss-scale {o.loss_scale} is for --fp16",
-    )
+    require(o.loss_scale is None or t.fp16, f"--loss-scale {o.loss_scale} is for --fp16")
     require_positive(
         o, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
     )
@@ -169,11 +166,6 @@ def _validate_training(config: Config, world_size: int) -> None:
         "--overlap-param-gather needs --use-distributed-optimizer",
     )
     require_positive(config.logging, "log_interval")
-    require_positive(
-        t,
-        "max_consecutive_skipped_iters",
-        "loss_spike_sigma_factor",
-    )
     require(
         t.loss_spike_skip_iters is None
         or (t.loss_spike_sigma_factor is not None and config.checkpoint.save is not None),
@@ -202,28 +194,25 @@ def _validate_checkpoint(c: CheckpointConfig) -> None:
     for name in (*intervals, "async_save", "non_persistent_save_interval"):
         require(
             not getattr(c, name) or c.save is not None,
-            f"--{name.replace('_', '-')} is given without --save: where should checkpoints go?",
+            f"{flag(name)} is given without --save: where should checkpoints go?",
         )
     require(
         c.save_retain_interval is None or c.keep_last_n_checkpoints is not None,
         "--save-retain-interval is given without --keep-last-n-checkpoints: everything is kept",
     )
     places = [c.non_persistent_global_ckpt_dir, c.non_persistent_local_ckpt_dir]
-    given = sum(place is not None for place in places)
+    given = [Path(place) for place in places if place is not None]
     require(
-        given <= 1,
+        len(given) <= 1,
         "give one of --non-persistent-global-ckpt-dir and --non-persistent-local-ckpt-dir",
     )
     require(
-        c.non_persistent_save_interval is None or given == 1,
+        c.non_persistent_save_interval is None or len(given) == 1,
         "--non-persistent-save-interval needs --non-persistent-global-ckpt-dir or "
         "--non-persistent-local-ckpt-dir",
     )
     require(
-        all(
-            c.save is None or p is None or Path(p).resolve() != Path(c.save).resolve()
-            for p in places
-        ),
+        c.save is None or Path(c.save).resolve() not in [place.resolve() for place in given],
         f"--save {c.save} is the second place too, which holds only the last checkpoint",
     )
 
@@ -243,11 +232,12 @@ NATIVE_OPTIONS = {
 
 def _validate_deepspeed(config: Config) -> None:
     p, t, o = config.parallel, config.training, config.optimizer
+    pp, cp, tp = (
+        p.pipeline_model_parallel_size, p.context_parallel_size, p.tensor_model_parallel_size
+    )  # fmt: skip
     for name, used in {
-        f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": (
-            p.pipeline_model_parallel_size > 1
-        ),
-        f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
+        f"--pipeline-model-parallel-size {pp}": pp > 1,
+        f"--context-parallel-size {cp}": cp > 1,
         "--fp64": t.fp64,
         "--optimizer muon": o.optimizer == "muon",
         "--loss-spike-skip-iters": t.loss_spike_skip_iters is not None,
@@ -260,10 +250,10 @@ def _validate_deepspeed(config: Config) -> None:
         value = getattr(o, name)
         require(
             value == getattr(OptimizerConfig(), name),
-            f"--{name.replace('_', '-')} ({value}) is the native engine's, and --deepspeed would "
+            f"{flag(name)} ({value}) is the native engine's, and --deepspeed would "
             f"ignore it: {instead}",
         )
-    groups, tp = config.model.query_groups, p.tensor_model_parallel_size
+    groups = config.model.query_groups
     require(
         groups % tp == 0,
         f"--deepspeed would count the gradients of copied key/value groups more than once: "

@@ -6,6 +6,7 @@ those of random generators. Everything else is JSON beside them.
 """
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megadiff.config import (
     update_config,
 )
 from megadiff.optim.schedule import Schedule
+from megadiff.optim.shards import StatePiece
 from megadiff.parallel.parameter import record_of
 from megadiff.training.engine import Engine, OptimizerState
 from megadiff.training.setup import Environment
@@ -46,13 +48,17 @@ def optimizer_tensors(optimizer: OptimizerState) -> Tensors:
     """The state of the optimizer by global name, as this rank holds it."""
     tensors: Tensors = {}
     for piece in optimizer.state_pieces():
-        record = record_of(piece.parameter)
-        stop = piece.start + piece.values.numel()
-        for section, part in flat_pieces(
-            record, piece.shape, piece.start, stop, piece.values, piece.write
-        ):
-            add_piece(tensors, f"{OPTIMIZER}{piece.key}.{section.name}", section.shape, part)
+        add_flat(tensors, piece, f"{OPTIMIZER}{piece.key}.")
     return tensors
+
+
+def add_flat(tensors: Tensors, piece: StatePiece, prefix: str = "") -> None:
+    """Add a flat piece of a parameter, by the global names of its sections behind `prefix`."""
+    record, stop = record_of(piece.parameter), piece.start + piece.values.numel()
+    for section, part in flat_pieces(
+        record, piece.shape, piece.start, stop, piece.values, piece.write
+    ):
+        add_piece(tensors, prefix + section.name, section.shape, part)
 
 
 def save(
@@ -101,11 +107,6 @@ class Saved:
     def progress(self) -> Progress:
         return Progress(**self.metadata["progress"])
 
-    @property
-    def local(self) -> bool:
-        """Whether it is this rank's part of a node-local one."""
-        return "local" in self.metadata
-
 
 def find(config: Config, env: Environment) -> Saved | None:
     """The checkpoint that `--load` means, None when there is none yet. Raises CheckpointError."""
@@ -122,13 +123,13 @@ def find(config: Config, env: Environment) -> Saved | None:
             [place for place in places if place is not None],
             group=env.control,
             local=settings.non_persistent_local_ckpt_dir if settings.load_optim else None,
-            fits=lambda metadata: fits_second(metadata, config),
+            fits=partial(fits_second, config=config),
         )
     if path is None:
         if settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {settings.load}: there is no checkpoint")
         return None
-    saved = read(path)
+    saved = Saved(path, read_metadata(path))
     differences = model_differences(saved_config(path, saved.metadata), config)
     if differences:
         raise CheckpointError(
@@ -174,24 +175,12 @@ _DECIDE_PIECES = {
 }  # fmt: skip
 
 
-def read(path: Path) -> Saved:
-    """The checkpoint at `path`. Raises CheckpointError."""
-    return Saved(path, read_metadata(path))
-
-
 def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: bool) -> None:
     """Fill the engine's weights, and without `weights_only` all other state.
 
     Raises CheckpointError on all ranks.
     """
     engine.optimizer.wait_for_parameters()
-    if saved.local and not weights_only:
-        tensors = state_tensors(engine, env)
-        load_local(saved.path, tensors, env.control)
-        rng.set_rng({n: t for n, t in tensors.items() if n.startswith(rng.PREFIX)})
-        engine.optimizer.load_scalars(saved.metadata["optimizer"])
-        engine.optimizer.parameters_from_main_weights()
-        return
     tensors = engine.weights()
     if weights_only:
         load(saved.path, tensors, ignore=[OPTIMIZER, rng.PREFIX], group=env.control)
@@ -199,11 +188,16 @@ def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: boo
         return
     tensors |= optimizer_tensors(engine.optimizer)
     generators = rng.rng_tensors()
-    if rng.matches(saved.path, generators):
-        load(saved.path, tensors | generators, group=env.control)
-        rng.set_rng(generators)
-    else:  # another number of ranks goes on with fresh generators
+    local = "local" in saved.metadata
+    as_many_ranks = local or rng.matches(saved.path, generators)
+    if as_many_ranks:  # another number goes on with fresh generators
+        tensors |= generators
+    if local:
+        load_local(saved.path, tensors, env.control)
+    else:
         load(saved.path, tensors, ignore=[rng.PREFIX], group=env.control)
+    if as_many_ranks:
+        rng.set_rng(generators)
     engine.optimizer.load_scalars(saved.metadata["optimizer"])
     engine.optimizer.parameters_from_main_weights()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +78,19 @@ class Batches:
         if d.eod_mask_loss and eod is None:
             raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
         self.dataset, self.name, self.dp = dataset, name, dp
-        self.pin_memory = pin_memory
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.training.seq_length
         self.micro_batch_size = config.training.micro_batch_size
-        self.rules = DocumentRules(
-            eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss
-        )
-        self._loader = self._over(dataset, d.num_workers)
-
-    def _over(self, dataset: Any, num_workers: int) -> BatchLoader:
-        return BatchLoader(
-            dataset,
+        self._over = partial(
+            BatchLoader,
             micro_batch_size=self.micro_batch_size,
-            data_parallel_rank=self.dp.rank,
-            data_parallel_size=self.dp.size,
-            rules=self.rules,
-            num_workers=num_workers,
-            pin_memory=self.pin_memory,
+            data_parallel_rank=dp.rank,
+            data_parallel_size=dp.size,
+            rules=DocumentRules(eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss),
+            pin_memory=pin_memory,
             check=self._check,
         )
+        self._loader = self._over(dataset, num_workers=d.num_workers)
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's part of the global batch that begins after `consumed_samples`."""
@@ -108,7 +102,7 @@ class Batches:
 
     def once(self, samples: int, global_batch_size: int) -> Iterator[list[MicroBatch]]:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
-        loader = self._over(_First(self.dataset, samples), num_workers=0)
+        loader = self._over(_First(self.dataset, samples))
         for first in range(0, samples, global_batch_size):
             batches = loader.step(first, global_batch_size)
             numbers = sample_numbers(
@@ -175,26 +169,26 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
             return 0
         return wanted if words and parse_blend(words).weights is not None else None
 
-    samples = (
-        t.total_samples,
-        evaluated(d.data_path or d.valid_data_path),
-        evaluated(d.data_path or d.test_data_path),
+    build = partial(
+        build_train_valid_test_datasets,
+        seq_length=t.seq_length,
+        seed=t.seed,
+        cache_path=d.data_cache_path,
+        mmap=d.mmap_bin_files,
+        packing=d.packing,
     )
-    common: dict[str, Any] = {
-        "samples": samples,
-        "seq_length": t.seq_length,
-        "seed": t.seed,
-        "cache_path": d.data_cache_path,
-        "mmap": d.mmap_bin_files,
-        "packing": d.packing,
-    }
-    per_split = {
-        "train_data_path": d.train_data_path or None,
-        "valid_data_path": d.valid_data_path or None,
-        "test_data_path": d.test_data_path or None,
-    }
-    shares = {"data_path": d.data_path, "split": d.split} if d.data_path else {}
-    train, valid, test = build_train_valid_test_datasets(**shares, **per_split, **common)
+    train, valid, test = build(
+        samples=(
+            t.total_samples,
+            evaluated(d.data_path or d.valid_data_path),
+            evaluated(d.data_path or d.test_data_path),
+        ),
+        data_path=d.data_path or None,
+        split=d.split if d.data_path else None,
+        train_data_path=d.train_data_path or None,
+        valid_data_path=d.valid_data_path or None,
+        test_data_path=d.test_data_path or None,
+    )
     if train is None:
         raise ConfigError(f"--split {d.split} leaves nothing to train on")
     if len(train) < t.total_samples:
@@ -203,21 +197,16 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
             "prefixes without weights are read once; give each a weight to read them again"
         )
 
+    batches = partial(Batches, config=config, dp=dp, eod=eod, pin_memory=pin_memory)
     named = {}
     for name, words in _named_sets(d.valid_data_sets).items():
-        common["samples"] = (0, evaluated(words), 0)
-        dataset = build_train_valid_test_datasets(valid_data_path=words, **common)[1]
+        dataset = build(samples=(0, evaluated(words), 0), valid_data_path=words)[1]
         if dataset is not None:
-            one = Batches(dataset, name, config, dp, eod, pin_memory)
-            named[name] = (one, min(wanted, len(dataset)))
-
-    def batches(dataset: Dataset | None, name: str) -> Batches | None:
-        return None if dataset is None else Batches(dataset, name, config, dp, eod, pin_memory)
-
+            named[name] = (batches(dataset, name), min(wanted, len(dataset)))
     return RunData(
-        train=Batches(train, "training", config, dp, eod, pin_memory),
-        valid=batches(valid, "validation"),
-        test=batches(test, "test"),
+        train=batches(train, "training"),
+        valid=None if valid is None else batches(valid, "validation"),
+        test=None if test is None else batches(test, "test"),
         valid_samples=0 if valid is None else min(wanted, len(valid)),
         test_samples=0 if test is None else min(wanted, len(test)),
         named=named,

@@ -6,7 +6,6 @@ format: any split opens them, and either engine resumes what the other saved.
 """
 
 import json
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -17,20 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces, module_tensors
+from megadiff.checkpoint.state import Tensors, module_tensors
 from megadiff.config import Config, ConfigError, OptimizerConfig, data_parallel_size
 from megadiff.data.loader import MicroBatch
 from megadiff.models.build import build_model
 from megadiff.optim.groups import group_rule
 from megadiff.optim.optimizer import StepResult
+from megadiff.optim.shards import StatePiece
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import initialize, local_view, record_of
 from megadiff.parallel.pipeline import sum_of_losses
+from megadiff.training.checkpointing import add_flat
 from megadiff.training.engine import to_device
 from megadiff.training.setup import Environment
 from megadiff.training.zero_state import ZeroState, local_shape, stage3_part
-
-logger = logging.getLogger(__name__)
 
 _KEYS = {
     "": (
@@ -210,7 +209,6 @@ class DeepSpeedEngine:
     def __init__(self, config: Config, env: Environment) -> None:
         deepspeed = _load_library()
         self.config, self.device, self.mesh = config, env.device, env.mesh
-        self.notes: list[str] = []
         self.model = build_model(config, env.mesh, dtype=env.dtype, device=env.device)
         initialize(self.model, config.training.seed)
         wide = {p for p in self.model.parameters() if p.dtype != env.dtype}
@@ -221,8 +219,9 @@ class DeepSpeedEngine:
             )
         settings = read_settings(config, env.mesh.world_size)
         self.stage: int = settings["zero_optimization"]["stage"]
+        self.notes: list[str] = []
         if self.stage == 0 and config.training.bf16:
-            logger.info(
+            self.notes.append(
                 "DeepSpeed accumulates gradients in bfloat16 at ZeRO stage 0; 1 uses float32"
             )
         try:
@@ -321,9 +320,8 @@ class DeepSpeedEngine:
         What the native engine keeps in float32 (norms, lambda vectors) is written from its main
         weight, and has no other: checkpoints of both engines hold the same tensors.
         """
-        wide = self.optimizer.wide
+        wide, pieces = self.optimizer.wide, self.optimizer.wide_weights()
         tensors: Tensors = {}
-        parts = self.optimizer.main_weights_of(wide)
         if self.stage < 3:
             names = {section.name for p in wide for section in record_of(p).sections}
             tensors = module_tensors(self.model, replica, replicas)
@@ -331,13 +329,12 @@ class DeepSpeedEngine:
         else:
             for p in self.model.parameters():
                 if p not in wide:
-                    parts.append((p, *stage3_part(p, p.ds_tensor, self.mesh), True))  # type: ignore[attr-defined]
-        for p, start, values, write in parts:
-            stop = start + values.numel()
-            for section, piece in flat_pieces(
-                record_of(p), local_shape(p), start, stop, values, write
-            ):
-                add_piece(tensors, section.name, section.shape, piece)
+                    start, values = stage3_part(p, p.ds_tensor, self.mesh)  # type: ignore[attr-defined]
+                    pieces.append(
+                        StatePiece("", p, local_shape(p), "weight", start, values, write=True)
+                    )
+        for piece in pieces:
+            add_flat(tensors, piece)
         return tensors
 
 

@@ -9,11 +9,9 @@ that only DeepSpeed writes them: on as many ranks as will read them, each holdin
 (Its universal format knows neither ZeRO 0, nor tensor parallelism at ZeRO 3, nor SGD.)
 """
 
-import json
 import math
 import pickle
 import shutil
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -253,8 +251,7 @@ def _read_rank(
     scaler = optimizers[0].get("loss_scaler")
     if "cur_scale" in optimizers[0]:  # ZeRO 0
         scaler = SimpleNamespace(**optimizers[0])
-    dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
-    return scaler_state(scaler) if dynamic else {}
+    return scaler_state(scaler)
 
 
 Fragment = tuple[str, str, int, Tensor]
@@ -341,21 +338,17 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
     metadata = read_metadata(source)
     if "optimizer" not in metadata:
         raise CheckpointError(f"{source} holds weights alone")
-    values = to_dict(checkpointing.saved_config(source, metadata))
+    config, new = checkpointing.saved_config(source, metadata), Config()
     # What is of the run that saved it, or of the native engine; `train_iters` is filled.
-    for section in ("parallel", "checkpoint", "logging"):
-        del values[section]
+    config.parallel, config.checkpoint, config.logging = new.parallel, new.checkpoint, new.logging
     for name in NATIVE_OPTIONS:
-        values["optimizer"].pop(name, None)
+        setattr(config.optimizer, name, getattr(new.optimizer, name))
     for name in (
         "fp8", "rampup_batch_size", "train_samples", "loss_spike_skip_iters",
         "check_weight_hash_across_dp_replicas_interval",
     ):  # fmt: skip
-        del values["training"][name]
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(values, file)  # JSON is YAML
-        file.flush()
-        config = load_config(["--config", file.name, "--deepspeed", *flags])
+        setattr(config.training, name, getattr(new.training, name))
+    config = load_config(["--deepspeed", *flags], config)
     validate(config, world_size())
     env = start(config)
     engine = DeepSpeedEngine(config, env)
@@ -367,8 +360,7 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
     unfinished = output.with_name(f".saving_{output.name}")
     if env.is_main and unfinished.exists():  # of a try that failed, maybe with other ranks
         shutil.rmtree(unfinished)
-    if dist.is_initialized():
-        dist.barrier(group=env.control)
+    dist.barrier(group=env.control)
     try:
         theirs.save_checkpoint(str(unfinished), tag=f"global_step{progress.iteration}")
     except (OSError, RuntimeError) as error:  # torch tells nothing of a full disk
@@ -376,8 +368,7 @@ def write_deepspeed(source: Path, output: Path, flags: list[str]) -> None:
         raise CheckpointError(
             f"DeepSpeed can not write {unfinished}, where {free:.3f} GB are free: {describe(error)}"
         ) from error
-    if dist.is_initialized():
-        dist.barrier(group=env.control)
+    dist.barrier(group=env.control)
     if env.is_main:
         unfinished.rename(output)
         print(f"wrote {output}")

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
-from megadiff.config import Config, ConfigError, LoggingConfig, to_dict, to_yaml
+from megadiff.config import Config, ConfigError, to_dict, to_yaml
 
 
 class RunLog:
@@ -40,7 +40,7 @@ class RunLog:
         except OSError as error:
             raise ConfigError(f"cannot log to {error.filename}: {error.strerror}") from None
         if settings.wandb_project is not None:
-            self._wandb = _start_wandb(settings, config)
+            self._wandb = _start_wandb(config)
         _LIBRARY.addHandler(self._notices)
         _LIBRARY.setLevel(logging.INFO)
 
@@ -112,13 +112,14 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _start_wandb(settings: LoggingConfig, config: Config) -> Any:
+def _start_wandb(config: Config) -> Any:
     try:
         import wandb
     except ModuleNotFoundError:
         raise ConfigError(
             "--wandb-project needs the library wandb: pip install 'megadiff[wandb]'"
         ) from None
+    settings = config.logging
     return wandb.init(
         project=settings.wandb_project, name=settings.wandb_exp_name, config=to_dict(config)
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,22 +53,24 @@ def train(run: Run, progress: Progress) -> str:
     step. Raises NotFiniteError where `--max-consecutive-skipped-iters` is reached, and at the last
     step when no step was finite.
     """
-    t, logging = run.config.training, run.config.logging
+    t, c = run.config.training, run.config.checkpoint
     assert t.train_iters is not None
     interval, clock = metrics.Interval(), metrics.Clock(run.env.device)
     saved_at = progress.iteration
     reason = None
     while reason is None and progress.iteration < t.train_iters:
         reason = step(run, progress, interval)
-        if reason is None:
-            due = due_after(run, progress)
-            at_exit = t.exit_interval and progress.iteration % t.exit_interval == 0
-            reason = "exit interval" if at_exit and progress.iteration < t.train_iters else None
-        else:
-            due = Due()
-        ends = reason is not None or progress.iteration == t.train_iters
-        logs = ends or progress.iteration % logging.log_interval == 0
-        if logs or due.save or due.second_save:
+        last = progress.iteration == t.train_iters
+        due = partial(is_due, progress.iteration if reason is None else 0)
+        if due(t.exit_interval) and not last:
+            reason = "exit interval"
+        ends = last or reason is not None
+        checks = due(t.check_weight_hash_across_dp_replicas_interval)
+        evaluates = due(t.eval_interval) and not last
+        saves = due(c.save_interval)
+        saves_second = due(c.non_persistent_save_interval) and not (saves or ends)
+        logs = ends or due(run.config.logging.log_interval)
+        if logs or saves or saves_second:
             outcomes = interval.read(run.env)
             if logs and interval.outcomes:
                 _log_interval(run, progress, interval, clock)
@@ -79,17 +82,28 @@ def train(run: Run, progress: Progress) -> str:
                     reason = None if reason == "exit interval" else reason
                     continue
         run.check_save()
-        if due.anything:
+        if checks or evaluates or saves or saves_second:
             with clock.paused():
-                between_steps(run, progress, due)
-            if due.save or due.second_save:
-                saved_at = progress.iteration
+                if checks:
+                    run.engine.optimizer.wait_for_parameters()
+                    model = run.engine.model
+                    check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
+                if evaluates:
+                    validate(run, progress)
+                if saves or saves_second:
+                    run.save(progress, saves_second)
+                    saved_at = progress.iteration
     if progress.iteration > saved_at:
         run.save(progress, False)
     if reason is None:
         validate(run, progress)
         evaluate(run, progress, "test", run.data.test, run.data.test_samples)
     return reason or "finished"
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    """Whether what is done every `interval` steps is done after step `iteration`; 0 is no step."""
+    return iteration > 0 and bool(interval) and iteration % interval == 0
 
 
 def step(run: Run, progress: Progress, interval: metrics.Interval) -> str | None:
@@ -164,48 +178,6 @@ def explain(run: Run) -> NotFiniteError:
     return report(bad, origin, run.config, run.env, run.data.train)
 
 
-@dataclass(frozen=True)
-class Due:
-    """What is to be done after a step."""
-
-    check: bool = False
-    evaluation: bool = False
-    save: bool = False
-    second_save: bool = False
-
-    @property
-    def anything(self) -> bool:
-        return self.check or self.evaluation or self.save or self.second_save
-
-
-def due_after(run: Run, progress: Progress) -> Due:
-    """By the intervals of the configuration."""
-    t, c = run.config.training, run.config.checkpoint
-
-    def due(interval: int | None) -> bool:
-        return bool(interval) and progress.iteration % (interval or 1) == 0
-
-    save = due(c.save_interval)
-    return Due(
-        check=due(t.check_weight_hash_across_dp_replicas_interval),
-        evaluation=due(t.eval_interval) and progress.iteration != t.train_iters,
-        save=save,
-        second_save=due(c.non_persistent_save_interval) and not save,
-    )
-
-
-def between_steps(run: Run, progress: Progress, due: Due) -> None:
-    """Checks, evaluation and saves."""
-    if due.check:
-        run.engine.optimizer.wait_for_parameters()
-        model = run.engine.model
-        check_replicas(model, run.env.mesh, run.env.control, model.tied_parameters())
-    if due.evaluation:
-        validate(run, progress)
-    if due.save or due.second_save:
-        run.save(progress, due.second_save)
-
-
 def unmasked(batches: list[MicroBatch]) -> int:
     """Tokens of these micro-batches that count in the loss."""
     return int(sum(float(batch.loss_mask.sum(dtype=torch.float64)) for batch in batches))
@@ -252,32 +224,24 @@ def validate(run: Run, progress: Progress) -> None:
 
 def evaluate(
     run: Run, progress: Progress, name: str, batches: Batches | None, samples: int
-) -> float | None:
-    """The mean token loss over the first `samples`, exact over all ranks; None if there are none.
+) -> None:
+    """Log the mean token loss over the first `samples`, exact over all ranks, if there are any.
 
     Every evaluation of a run reads the same samples. A signal ends it early, without a result.
     """
-    if batches is None or samples == 0:
-        return None
-    loss, tokens = _mean_loss(run, batches, samples)
-    if loss is None:
-        run.log.line(f" {name} at iteration {progress.iteration} stopped early")
-        return None
-    run.log.line(metrics.evaluation_line(name, loss, progress.iteration))
-    values = {"lm_loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
-    run.log.record(name, progress.iteration, values)
-    return loss
-
-
-def _mean_loss(run: Run, batches: Batches, samples: int) -> tuple[float | None, int]:
     size = run.config.training.global_batch_size
+    if batches is None or samples == 0:
+        return
     assert size is not None
-    total = torch.zeros((), dtype=torch.float64, device=run.env.device)
-    tokens = 0
+    total, tokens = torch.zeros((), dtype=torch.float64, device=run.env.device), 0
     for step in batches.once(samples, size):
         agreement = agree(unmasked(step), run.requests, run.env.control, copies(run.env))
         if agreement.stop is not None:
-            return None, tokens
+            run.log.line(f" {name} at iteration {progress.iteration} stopped early")
+            return
         total += run.engine.evaluate(step)
         tokens += agreement.tokens
-    return metrics.sum_over_data(total, run.env).item() / max(tokens, 1), tokens
+    loss = metrics.sum_over_data(total, run.env).item() / max(tokens, 1)
+    run.log.line(metrics.evaluation_line(name, loss, progress.iteration))
+    values = {"lm_loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
+    run.log.record(name, progress.iteration, values)

@@ -56,18 +56,14 @@ class Interval:
         """What became of the steps that were not read yet. Waits for the device."""
         if not self._unread:
             return []
-        losses, results, steps = zip(*self._unread, strict=True)
-        total = torch.stack(losses)
-        if not _counts(env):
-            total.zero_()
-        if env.control is not None:
-            dist.all_reduce(total)
+        shares, results, steps = zip(*self._unread, strict=True)
+        losses = sum_over_data(torch.stack(shares), env)
         numbers = [[r.grad_norm, r.skipped, r.loss_scale] for r in results]
         rows = torch.stack([torch.stack([x.double() for x in row]) for row in numbers])
         new = [
             Outcome(iteration, first, size, loss, norm, bool(skipped), scale)
             for (iteration, first, size), loss, (norm, skipped, scale) in zip(
-                steps, total.tolist(), rows.tolist(), strict=True
+                steps, losses.tolist(), rows.tolist(), strict=True
             )
         ]
         self._unread.clear()
@@ -91,14 +87,13 @@ class Interval:
         }
 
 
-def _counts(env: Environment) -> bool:
-    """Whether this rank's share of a loss is added up; the others hold copies of it, or none."""
-    return env.mesh.tp.rank == 0 and env.mesh.pp.rank == env.mesh.pp.size - 1
-
-
 def sum_over_data(value: Tensor, env: Environment) -> Tensor:
-    """The sum of the shares that data-parallel (and context-parallel) ranks hold, on every rank."""
-    total = value.clone() if _counts(env) else torch.zeros_like(value)
+    """The sum of the shares that data-parallel (and context-parallel) ranks hold, on every rank.
+
+    Other tensor-parallel ranks hold copies of a share, and earlier pipeline stages none.
+    """
+    counts = env.mesh.tp.rank == 0 and env.mesh.pp.rank == env.mesh.pp.size - 1
+    total = value.clone() if counts else torch.zeros_like(value)
     if env.control is not None:
         dist.all_reduce(total)
     return total
@@ -126,11 +121,12 @@ def peak_memory(device: torch.device) -> int:
 def train_line(values: dict[str, Any], iteration: int, train_iters: int) -> str:
     """Megatron-LM's log line of an interval, and what else is good to know."""
     now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    digits = 1 if values["tflops_per_device"] >= 10 else 4
     line = (
         f" [{now}] iteration {iteration:8d}/{train_iters:8d} |"
         f" consumed samples: {values['consumed_samples']:12d} |"
         f" elapsed time per iteration (ms): {values['iteration_ms']:.1f} |"
-        f" throughput per GPU (TFLOP/s/GPU): {values['tflops_per_device']:.{_digits(values)}f} |"
+        f" throughput per GPU (TFLOP/s/GPU): {values['tflops_per_device']:.{digits}f} |"
         f" tokens/s/device: {values['tokens_per_second_per_device']:.0f} |"
         f" learning rate: {values['learning_rate']:.6E} |"
         f" global batch size: {values['global_batch_size']:5d} |"
@@ -142,14 +138,9 @@ def train_line(values: dict[str, Any], iteration: int, train_iters: int) -> str:
         f" memory (GB): {values['memory_bytes'] / 1e9:.2f} |"
         f" time left: {timedelta(seconds=round(values['seconds_left']))} |"
     )
-    lambdas = values["lambda"]
-    if lambdas:
-        line += " lambda: " + " ".join(f"{v:.3f}" for v in lambdas.values()) + " |"
+    if values["lambda"]:
+        line += " lambda: " + " ".join(f"{v:.3f}" for v in values["lambda"].values()) + " |"
     return line
-
-
-def _digits(values: dict[str, Any]) -> int:
-    return 1 if values["tflops_per_device"] >= 10 else 4
 
 
 def evaluation_line(name: str, loss: float, iteration: int) -> str:

@@ -1,12 +1,14 @@
 """A whole run, from its configuration to its end."""
 
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
+from megadiff.checkpoint.storage import read_metadata
 from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
 from megadiff.models.flops import ModelSize, model_size, whole_model
 from megadiff.models.memory import Memory
@@ -64,7 +66,8 @@ def pretrain(config: Config) -> str:
             manager = stack.enter_context(open_manager(config.checkpoint, saved))
         log = stack.enter_context(closing(RunLog(config, env.is_main)))
         log.line(to_yaml(config).rstrip())
-        engine, size = make_engine(config, env), model_size(config.model, t.seq_length)
+        engine: Engine = (DeepSpeedEngine if t.deepspeed else NativeEngine)(config, env)
+        size = model_size(config.model, t.seq_length)
         progress = Progress()
         if saved is not None:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
@@ -86,18 +89,20 @@ def pretrain(config: Config) -> str:
                     f"{seconds:.3f} s"
                 )
 
-        def check_save() -> None:
-            report = manager.check() if manager is not None else None
+        def tell(report: str | None) -> None:
             if report is not None:
                 log.line(f" {report}")
 
+        def check_save() -> None:
+            if manager is not None:
+                tell(manager.check())
+
         def go_back(before: int) -> Progress | None:
-            if manager is None:
-                return None
-            path = manager.go_back(before, lambda m: checkpointing.fits_second(m, config))
+            fits = partial(checkpointing.fits_second, config=config)
+            path = manager.go_back(before, fits) if manager is not None else None
             if path is None:
                 return None
-            found = checkpointing.read(path)
+            found = checkpointing.Saved(path, read_metadata(path))
             checkpointing.restore(found, engine, env, weights_only=False)
             return found.progress
 
@@ -112,31 +117,22 @@ def pretrain(config: Config) -> str:
             own_time=OwnTime(env.device, config.logging.log_straggler),
         )  # fmt: skip
         reason = train(run, progress)
-        report = manager.wait() if manager is not None else None
-        if report is not None:
-            log.line(f" {report}")
+        if manager is not None:
+            tell(manager.wait())
         log.line(f" ended at iteration {progress.iteration}: {reason}")
     return reason
-
-
-def make_engine(config: Config, env: Environment) -> Engine:
-    """megadiff's own engine, or DeepSpeed's."""
-    if not config.training.deepspeed:
-        return NativeEngine(config, env)
-    return DeepSpeedEngine(config, env)
 
 
 def open_manager(
     settings: CheckpointConfig, saved: checkpointing.Saved | None
 ) -> CheckpointManager:
     """The keeper of `--save`. Raises CheckpointError on all ranks when it cannot be written to."""
-    assert settings.save is not None
-    same = (
-        settings.load is not None and Path(settings.load).resolve() == Path(settings.save).resolve()
-    )
-    follows = saved is not None and same and not settings.finetune
+    save, load = settings.save, settings.load
+    assert save is not None
+    same = load is not None and Path(load).resolve() == Path(save).resolve()
+    follows = same and not settings.finetune
     return CheckpointManager(
-        settings.save,
+        save,
         keep_last=settings.keep_last_n_checkpoints,
         keep_every=settings.save_retain_interval,
         background=settings.async_save,

@@ -1,6 +1,7 @@
 """The optimizer state of DeepSpeed's engine, as checkpoints ask for it."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ZeroState:
         self.steps = self.updates = 0  # all of them, and those that were not skipped
         self.main_weights = config.training.dtype != "float32"
         self.keys = state_keys(config.optimizer)
-        self.inner = self.zero if self._plain else self.zero.optimizer
+        self.inner = getattr(self.zero, "optimizer", self.zero)  # torch's, alone in plain float32
         for tensor in self._state_tensors():
             state = self.inner.state[tensor]
             if config.optimizer.optimizer == "adam":
@@ -49,10 +50,6 @@ class ZeroState:
                 state[key] = torch.zeros_like(tensor)
         if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
             self.zero._lazy_init_hp_params_optimizer_state()
-
-    @property
-    def _plain(self) -> bool:
-        return isinstance(self.zero, torch.optim.Optimizer)
 
     def _state_tensors(self) -> list[Tensor]:
         """The tensors that torch's optimizer updates on this rank."""
@@ -67,37 +64,35 @@ class ZeroState:
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """See `Optimizer.state_pieces`; main weights only where they are not the parameters."""
-        for parameter, key, start, values, write in self._fragments():
-            if key != "main_weight" or (self.main_weights and parameter not in self.wide):
-                yield StatePiece("", parameter, local_shape(parameter), key, start, values, write)
+        for piece in self._pieces():
+            if piece.key != "main_weight" or (
+                self.main_weights and piece.parameter not in self.wide
+            ):
+                yield piece
 
-    def main_weights_of(
-        self, parameters: set[nn.Parameter]
-    ) -> list[tuple[nn.Parameter, int, Tensor, bool]]:
-        """(parameter, first element, flat values, whether this rank writes them)."""
-        return [
-            (parameter, start, values, write)
-            for parameter, key, start, values, write in self._fragments()
-            if key == "main_weight" and parameter in parameters
-        ]
+    def wide_weights(self) -> list[StatePiece]:
+        """The main weights of the `wide` parameters."""
+        return [piece for piece in self._main_weights() if piece.parameter in self.wide]
+
+    def _main_weights(self) -> Iterator[StatePiece]:
+        return (piece for piece in self._pieces() if piece.key == "main_weight")
+
+    def _pieces(self) -> Iterator[StatePiece]:
+        """Main weights (which in plain float32 are the parameters) and moments of this rank."""
+        for parameter, key, start, values, write in self._fragments():
+            yield StatePiece("", parameter, local_shape(parameter), key, start, values, write)
 
     def _fragments(self) -> Iterator[tuple[nn.Parameter, str, int, Tensor, bool]]:
         """(parameter, key, first element, flat values, whether this rank writes them)."""
         keys = ("main_weight", *self.keys)
-        if self._plain:
-            for parameter in self.model.parameters():
-                for key in self.keys:
-                    values = self.inner.state[parameter][key].view(-1)
-                    yield parameter, key, 0, values, self.mesh.dp.rank == 0
-            return
-        if self.stage == 0:  # 16 bits without partitions
-            for members, mains in zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True):
-                for parameter, main in zip(members, mains, strict=True):
-                    for key in keys:
-                        whole = (
-                            main.detach() if key == "main_weight" else self.inner.state[main][key]
-                        )
-                        yield parameter, key, 0, whole.view(-1), self.mesh.dp.rank == 0
+        if self.stage == 0:  # without partitions
+            members = mains = list(self.model.parameters())
+            if self.inner is not self.zero:  # 16 bits
+                members, mains = chain(*self.zero.fp16_groups), chain(*self.zero.fp32_groups)
+            for parameter, main in zip(members, mains, strict=True):
+                for key in keys:
+                    whole = main.detach() if key == "main_weight" else self.inner.state[main][key]
+                    yield parameter, key, 0, whole.view(-1), self.mesh.dp.rank == 0
             return
         for parameter in self.model.parameters():
             if self.stage == 3:
@@ -117,22 +112,20 @@ class ZeroState:
 
     def state_scalars(self) -> dict[str, float]:
         scalars = {"steps": float(self.steps), "updates": float(self.updates)}
-        return scalars | (scaler_state(self._scaler) if self._scaler is not None else {})
+        return scalars | scaler_state(self._scaler)
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
         self.steps, self.updates = int(scalars["steps"]), int(scalars["updates"])
         for tensor in self._state_tensors():
             if "step" in self.inner.state[tensor]:
                 self.inner.state[tensor]["step"].fill_(scalars["updates"])
-        if self._scaler is not None and "loss_scale" in scalars:
+        if is_dynamic(self._scaler) and "loss_scale" in scalars:
             load_scaler(self._scaler, scalars)
 
     @property
     def _scaler(self) -> Any:
-        """DeepSpeed's dynamic loss scale, None for a constant one and for other types."""
-        scaler = getattr(self.zero, "loss_scale_config", getattr(self.zero, "loss_scaler", None))
-        dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
-        return scaler if dynamic else None
+        """What keeps DeepSpeed's loss scale, if anything does."""
+        return getattr(self.zero, "loss_scale_config", getattr(self.zero, "loss_scaler", None))
 
     def wait_for_parameters(self) -> None:
         """DeepSpeed's parameters are whole when its step returns."""
@@ -148,31 +141,38 @@ class ZeroState:
     @torch.no_grad()
     def main_weights_from_parameters(self) -> None:
         """After parameters were loaded without optimizer state; the wide are main weights."""
-        for parameter, start, values, _ in self.main_weights_of(set(self.model.parameters())):
-            if parameter not in self.wide:
-                values.copy_(self._own(parameter, start, values.numel()))
+        for piece in self._main_weights():
+            if piece.parameter not in self.wide:
+                piece.values.copy_(self._own(piece))
         if self.main_weights:
             self._round_main_weights()
 
     def _round_main_weights(self) -> None:
-        for parameter, start, values, _ in self.main_weights_of(set(self.model.parameters())):
-            self._own(parameter, start, values.numel()).copy_(values)
+        for piece in self._main_weights():
+            self._own(piece).copy_(piece.values)
         if hasattr(self.zero, "update_lp_params"):  # the other data ranks' parts
             self.zero.update_lp_params()
 
-    def _own(self, parameter: nn.Parameter, start: int, count: int) -> Tensor:
-        """The part of the parameter itself whose main weights this rank holds."""
+    def _own(self, main: StatePiece) -> Tensor:
+        """The part of the parameter itself that a piece of its main weights is of."""
         if self.stage == 3:
-            return stage3_part(parameter, parameter.ds_tensor, self.mesh)[1]  # type: ignore[attr-defined]
-        return parameter.detach().view(-1)[start : start + count]
+            return stage3_part(main.parameter, main.parameter.ds_tensor, self.mesh)[1]  # type: ignore[attr-defined]
+        return main.parameter.detach().view(-1)[main.start : main.start + main.values.numel()]
+
+
+def is_dynamic(scaler: Any) -> bool:
+    """Whether DeepSpeed's keeper of the loss scale, of whichever class or none, changes it."""
+    return getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
 
 
 def scaler_state(scaler: Any) -> dict[str, float]:
-    """DeepSpeed's dynamic loss scale in the words of `optim.LossScaler.state`.
+    """DeepSpeed's dynamic loss scale in the words of `optim.LossScaler.state`, {} where it is not.
 
     DeepSpeed grows the scale one step later after an overflow (-1 good steps), and counts steps on
     where we begin anew.
     """
+    if not is_dynamic(scaler):
+        return {}
     good = scaler.cur_iter - scaler.last_overflow_iter - 1
     return {
         "loss_scale": float(scaler.cur_scale),
