@@ -54,7 +54,6 @@ class StatePiece:
     `start` counts in the flattened local parameter. `values` is a view: writing to it loads state.
     """
 
-    name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]  # of the local parameter, also where an engine has taken it apart
     key: str  # "main_weight", "compensation", "exp_avg", "exp_avg_sq", "momentum_buffer"
@@ -175,9 +174,7 @@ class Shard:
                     values = flat[start - r.start : end - r.start]
                     begin = start - slot.start
                     shape = tuple(slot.parameter.shape)
-                    yield StatePiece(
-                        slot.name, slot.parameter, shape, key, begin, values, write(slot)
-                    )
+                    yield StatePiece(slot.parameter, shape, key, begin, values, write(slot))
 
 
 def flat_sections(slot: Slot) -> Iterator[tuple[int, int, Section]]:

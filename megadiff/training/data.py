@@ -19,7 +19,7 @@ from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
 from megadiff.data.gpt_dataset import Sample
 from megadiff.data.indexed_dataset import DataError
-from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, sample_numbers
+from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch
 from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.parallel.mesh import Axis
 
@@ -61,7 +61,7 @@ def set_vocabulary(config: Config) -> int | None:
     return tokenizer.eod
 
 
-class Batches:
+class Batches(BatchLoader):
     """Micro-batches of one data-parallel rank, each token checked against the vocabulary."""
 
     def __init__(
@@ -77,37 +77,26 @@ class Batches:
         d = config.data
         if d.eod_mask_loss and eod is None:
             raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
-        self.dataset, self.name, self.dp = dataset, name, dp
-        self.vocab_size = config.model.vocab_size
+        self.name, self.vocab_size = name, config.model.vocab_size
         self.seq_length = config.training.seq_length
-        self.micro_batch_size = config.training.micro_batch_size
-        self._over = partial(
-            BatchLoader,
-            micro_batch_size=self.micro_batch_size,
-            data_parallel_rank=dp.rank,
-            data_parallel_size=dp.size,
-            rules=DocumentRules(eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss),
-            pin_memory=pin_memory,
-            check=self._check,
-        )
-        self._loader = self._over(dataset, num_workers=d.num_workers)
-
-    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        """This rank's part of the global batch that begins after `consumed_samples`."""
-        return self._loader.step(consumed_samples, global_batch_size)
-
-    def close(self) -> None:
-        """End the threads that make batches ahead."""
-        self._loader.close()
+        rules = DocumentRules(eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss)
+        self._options: dict[str, Any] = {
+            "micro_batch_size": config.training.micro_batch_size,
+            "data_parallel_rank": dp.rank,
+            "data_parallel_size": dp.size,
+            "rules": rules,
+            "pin_memory": pin_memory,
+            "check": self._check,
+        }
+        super().__init__(dataset, num_workers=d.num_workers, **self._options)
+        self.dataset: Dataset = dataset
 
     def once(self, samples: int, global_batch_size: int) -> Iterator[list[MicroBatch]]:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
-        loader = self._over(_First(self.dataset, samples))
+        loader = BatchLoader(_First(self.dataset, samples), **self._options)
         for first in range(0, samples, global_batch_size):
             batches = loader.step(first, global_batch_size)
-            numbers = sample_numbers(
-                first, global_batch_size, self.micro_batch_size, self.dp.rank, self.dp.size
-            )
+            numbers = self._numbers(first, global_batch_size)
             for batch, run in zip(batches, numbers, strict=True):
                 batch.loss_mask[max(samples - run.start, 0) :] = 0.0
             yield batches

@@ -330,9 +330,7 @@ class DeepSpeedEngine:
             for p in self.model.parameters():
                 if p not in wide:
                     start, values = stage3_part(p, p.ds_tensor, self.mesh)  # type: ignore[attr-defined]
-                    pieces.append(
-                        StatePiece("", p, local_shape(p), "weight", start, values, write=True)
-                    )
+                    pieces.append(StatePiece(p, local_shape(p), "weight", start, values, True))
         for piece in pieces:
             add_flat(tensors, piece)
         return tensors

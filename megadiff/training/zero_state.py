@@ -80,7 +80,7 @@ class ZeroState:
     def _pieces(self) -> Iterator[StatePiece]:
         """Main weights (which in plain float32 are the parameters) and moments of this rank."""
         for parameter, key, start, values, write in self._fragments():
-            yield StatePiece("", parameter, local_shape(parameter), key, start, values, write)
+            yield StatePiece(parameter, local_shape(parameter), key, start, values, write)
 
     def _fragments(self) -> Iterator[tuple[nn.Parameter, str, int, Tensor, bool]]:
         """(parameter, key, first element, flat values, whether this rank writes them)."""
