@@ -3,6 +3,7 @@
 Every field is a flag, under Megatron-LM's name where it has one (`num_layers` is `--num-layers`),
 and a key of its section in a YAML file; a flag wins over the file. Nothing here imports torch.
 """
+# ruff: noqa: F401  what others import from here
 
 from megadiff.config.options import (
     DELTA_MIXERS,
@@ -27,28 +28,3 @@ from megadiff.config.reading import (
 )
 from megadiff.config.validate_split import data_parallel_size, stage_sizes
 from megadiff.config.validation import NATIVE_OPTIONS, iterations, validate
-
-__all__ = [
-    "DELTA_MIXERS",
-    "MIXER_SYMBOLS",
-    "NATIVE_OPTIONS",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "TokenMixer",
-    "TrainingConfig",
-    "data_parallel_size",
-    "iterations",
-    "load_config",
-    "sections",
-    "stage_sizes",
-    "to_dict",
-    "to_yaml",
-    "update_config",
-    "validate",
-]

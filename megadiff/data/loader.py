@@ -191,7 +191,7 @@ class BatchLoader:
         futures = [self._threads.submit(self._make, run) for run in numbers]
         self._ahead = (consumed_samples, global_batch_size), futures
 
-    def _make(self, numbers: range) -> MicroBatch:
+    def _make(self, numbers: Sequence[int]) -> MicroBatch:
         batch = collate([self.dataset[number] for number in numbers], self.rules)
         if self.check is not None:
             self.check(batch)

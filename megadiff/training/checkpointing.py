@@ -65,7 +65,6 @@ def save(
     manager: CheckpointManager,
     config: Config,
     engine: Engine,
-    env: Environment,
     schedule: Schedule,
     data: dict[str, Any],
     progress: Progress,
@@ -77,7 +76,6 @@ def save(
     Returns the seconds that training waited. Raises CheckpointError.
     """
     engine.optimizer.wait_for_parameters()
-    tensors = state_tensors(engine, env)
     metadata = {
         "progress": asdict(progress),
         "optimizer": engine.optimizer.state_scalars(),
@@ -86,14 +84,12 @@ def save(
         "config": to_dict(config),
         "versions": versions(),
     }
-    return manager.save(progress.iteration, tensors, metadata, second=second)
+    return manager.save(progress.iteration, state_tensors(engine), metadata, second=second)
 
 
-def state_tensors(engine: Engine, env: Environment) -> Tensors:
+def state_tensors(engine: Engine) -> Tensors:
     """All tensors of a checkpoint, as this rank holds them now."""
-    replicas = env.mesh.dp_cp
-    tensors = engine.weights(replicas.rank, replicas.size)
-    return tensors | optimizer_tensors(engine.optimizer) | rng.rng_tensors()
+    return engine.weights() | optimizer_tensors(engine.optimizer) | rng.rng_tensors()
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from megadiff.data.build import (
 )
 from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
-from megadiff.data.gpt_dataset import Sample
 from megadiff.data.indexed_dataset import DataError
-from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch
+from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, pad_cu_seqlens
 from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.parallel.mesh import Axis
 
@@ -79,29 +78,29 @@ class Batches(BatchLoader):
             raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
         self.name, self.vocab_size = name, config.model.vocab_size
         self.seq_length = config.training.seq_length
-        rules = DocumentRules(eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss)
-        self._options: dict[str, Any] = {
-            "micro_batch_size": config.training.micro_batch_size,
-            "data_parallel_rank": dp.rank,
-            "data_parallel_size": dp.size,
-            "rules": rules,
-            "pin_memory": pin_memory,
-            "check": self._check,
-        }
-        super().__init__(dataset, num_workers=d.num_workers, **self._options)
+        super().__init__(
+            dataset,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=dp.rank,
+            data_parallel_size=dp.size,
+            rules=DocumentRules(eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss),
+            num_workers=d.num_workers,
+            pin_memory=pin_memory,
+            check=self._check_tokens,
+        )
         self.dataset: Dataset = dataset
 
     def once(self, samples: int, global_batch_size: int) -> Iterator[list[MicroBatch]]:
         """The first `samples` samples in global batches; what fills up the last one has no loss."""
-        loader = BatchLoader(_First(self.dataset, samples), **self._options)
         for first in range(0, samples, global_batch_size):
-            batches = loader.step(first, global_batch_size)
             numbers = self._numbers(first, global_batch_size)
+            batches = [self._make([min(n, samples - 1) for n in run]) for run in numbers]
+            pad_cu_seqlens(batches, self.pin_memory)
             for batch, run in zip(batches, numbers, strict=True):
                 batch.loss_mask[max(samples - run.start, 0) :] = 0.0
             yield batches
 
-    def _check(self, batch: MicroBatch) -> None:
+    def _check_tokens(self, batch: MicroBatch) -> None:
         largest = max(int(batch.tokens.max()), int(batch.labels.max()))
         smallest = min(int(batch.tokens.min()), int(batch.labels.min()))
         if smallest < 0:
@@ -111,20 +110,6 @@ class Batches(BatchLoader):
                 f"the {self.name} data hold token {largest}, but the vocabulary has "
                 f"{self.vocab_size}: they were made with another tokenizer"
             )
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first `samples` samples of a dataset, the last one repeated for ever."""
-
-    dataset: Dataset
-    samples: int
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.dataset[min(index, self.samples - 1)]
 
 
 @dataclass(frozen=True)

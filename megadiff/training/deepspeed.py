@@ -314,7 +314,7 @@ class DeepSpeedEngine:
             dist.all_reduce(square, group=self.mesh.model.group)
         return square.sqrt()
 
-    def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
+    def weights(self) -> Tensors:
         """See `Engine.weights`. At stage 3 a rank holds a flat part of every parameter.
 
         What the native engine keeps in float32 (norms, lambda vectors) is written from its main
@@ -324,7 +324,7 @@ class DeepSpeedEngine:
         tensors: Tensors = {}
         if self.stage < 3:
             names = {section.name for p in wide for section in record_of(p).sections}
-            tensors = module_tensors(self.model, replica, replicas)
+            tensors = module_tensors(self.model, self.mesh.dp.rank, self.mesh.dp.size)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
         else:
             for p in self.model.parameters():

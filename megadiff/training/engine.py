@@ -59,7 +59,7 @@ class Engine(Protocol):
         """The sum of this rank's unmasked token losses, a float64 scalar on the device."""
         ...
 
-    def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
+    def weights(self) -> Tensors:
         """The model's weights by global name, as this rank holds them (see `module_tensors`)."""
         ...
 
@@ -68,14 +68,14 @@ class NativeEngine:
     """megadiff's own model, schedules, gradient reduction and optimizer."""
 
     def __init__(self, config: Config, env: Environment) -> None:
-        self.device = env.device
+        self.device, self.replicas = env.device, env.mesh.dp_cp
         self.model = build_model(config, env.mesh, dtype=env.dtype, device=env.device)
         initialize(self.model, config.training.seed)
         self.notes = [compute_in_float8(self.model, env.device)] if config.training.fp8 else []
         self.optimizer = Optimizer(
             self.model,
             config.optimizer,
-            data_parallel_group=env.mesh.dp_cp.group,
+            data_parallel_group=self.replicas.group,
             model_parallel_group=env.mesh.model.group,
             tensor_parallel_group=env.mesh.tp.group,
             ties=self.model.tied_parameters(),
@@ -107,8 +107,8 @@ class NativeEngine:
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
         return self.runner.evaluate([to_device(batch, self.device) for batch in batches])
 
-    def weights(self, replica: int = 0, replicas: int = 1) -> Tensors:
-        return module_tensors(self.model, replica, replicas)
+    def weights(self) -> Tensors:
+        return module_tensors(self.model, self.replicas.rank, self.replicas.size)
 
 
 def compute_in_float8(model: Model, device: torch.device) -> str:

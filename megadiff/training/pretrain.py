@@ -81,7 +81,7 @@ def pretrain(config: Config) -> str:
         def save(progress: Progress, second: bool) -> None:
             if manager is not None:
                 seconds = checkpointing.save(
-                    manager, config, engine, env, schedule, data.identity, progress, second=second
+                    manager, config, engine, schedule, data.identity, progress, second=second
                 )
                 log.line(
                     f" saved iteration {progress.iteration} in "
@@ -107,7 +107,7 @@ def pretrain(config: Config) -> str:
             return found.progress
 
         if manager is not None:
-            manager.reserve(checkpointing.state_tensors(engine, env))
+            manager.reserve(checkpointing.state_tensors(engine))
 
         requests = stack.enter_context(StopRequests.install(t))
         run = Run(

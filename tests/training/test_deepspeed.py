@@ -87,7 +87,7 @@ def run(stage: str | None, tensor: int, flags: tuple[str, ...], folder: str) -> 
     engine, config, env = make(stage, tensor, flags)
     outcome = train(engine, config, env)
     engine.optimizer.wait_for_parameters()
-    save(engine, env, folder)
+    save(engine, folder)
     return outcome
 
 
@@ -183,9 +183,8 @@ def restore(engine: Engine, folder: str) -> None:
     engine.optimizer.parameters_from_main_weights()
 
 
-def save(engine: Engine, env: Any, folder: str) -> None:
-    tensors = engine.weights(env.mesh.dp_cp.rank, env.mesh.dp_cp.size)
-    tensors |= optimizer_tensors(engine.optimizer)
+def save(engine: Engine, folder: str) -> None:
+    tensors = engine.weights() | optimizer_tensors(engine.optimizer)
     save_tensors(Path(folder), tensors, {"optimizer": engine.optimizer.state_scalars()})
 
 
@@ -193,12 +192,12 @@ def exchange(stage: str, flags: tuple[str, ...], folder: str) -> Any:
     """Native trains and saves; both go on from there; DeepSpeed saves; native goes on from that."""
     native, config, env = make(None, 1, flags)
     train(native, config, env)
-    save(native, env, f"{folder}/native")
+    save(native, f"{folder}/native")
     theirs, their_config, their_env = make(stage, 1, flags)
     restore(theirs, f"{folder}/native")
-    save(theirs, their_env, f"{folder}/again")
+    save(theirs, f"{folder}/again")
     first = train(native, config, env, STEPS), train(theirs, their_config, their_env, STEPS)
-    save(theirs, their_env, f"{folder}/deepspeed")
+    save(theirs, f"{folder}/deepspeed")
     restore(native, f"{folder}/deepspeed")
     second = (
         train(native, config, env, 2 * STEPS),

@@ -31,7 +31,7 @@ SGD = ("--optimizer", "sgd", "--sgd-momentum", "0.5", "--lr", "0.1")
 def undisturbed(stage: str, tensor: int, flags: tuple[str, ...], folder: str) -> Any:
     engine, config, env = make(stage, tensor, flags)
     train(engine, config, env)
-    save(engine, env, f"{folder}/direct")
+    save(engine, f"{folder}/direct")
     engine.engine.save_checkpoint(f"{folder}/theirs")
     return train(engine, config, env, STEPS)
 
