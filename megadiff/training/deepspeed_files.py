@@ -28,7 +28,6 @@ from megadiff.checkpoint.state import (
     ComputedPiece,
     ShardedTensor,
     Tensors,
-    add_piece,
     flat_pieces,
 )
 from megadiff.checkpoint.storage import read_metadata, versions
@@ -42,6 +41,7 @@ from megadiff.config import (
     validate,
 )
 from megadiff.models.build import Model, build_model
+from megadiff.optim.shards import StatePiece
 from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import record_of
 from megadiff.training import checkpointing
@@ -213,21 +213,11 @@ def _read_rank(
         covered[name, key] += values.numel()
         if main and not sharded:
             _compare(name, values, state["module"][name].view(-1)[begin:end])
-        for section, piece in flat_pieces(
-            record_of(parameter), parameter.shape, begin, end, values.detach()
-        ):
-            if not piece.write:
-                continue
-            if not main or (dtype != torch.float32 and name not in wide):
-                add_piece(
-                    tensors, f"{checkpointing.OPTIMIZER}{key}.{section.name}", section.shape, piece
-                )
-            if main and (sharded or name in wide):
-                weight = ComputedPiece(
-                    piece.offset, piece.sizes, lambda p=piece, d=parameter.dtype: p.data.to(d)
-                )
-                whole = ShardedTensor(section.shape, parameter.dtype)
-                tensors.setdefault(section.name, whole).pieces.append(weight)
+        part = StatePiece(parameter, parameter.shape, key, begin, values.detach(), True)
+        if not main or (dtype != torch.float32 and name not in wide):
+            checkpointing.add_flat(tensors, part, f"{checkpointing.OPTIMIZER}{key}.")
+        if main and (sharded or name in wide):
+            _add_rounded(tensors, part)
     for name, parameter in parameters.items():
         for key in needed:
             if covered[name, key] != parameter.numel():
@@ -241,17 +231,24 @@ def _read_rank(
                 f"{name} is {weight.dtype} {list(weight.shape)} in it, and {dtype} "
                 f"{list(parameter.shape)} as configured"
             )
-        if sharded or name in wide:
-            continue
-        for section, piece in flat_pieces(
-            record_of(parameter), weight.shape, 0, weight.numel(), weight.reshape(-1)
-        ):
-            if piece.write:
-                add_piece(tensors, section.name, section.shape, piece)
+        if not sharded and name not in wide:
+            whole = StatePiece(parameter, weight.shape, "weight", 0, weight.reshape(-1), True)
+            checkpointing.add_flat(tensors, whole)
     scaler = optimizers[0].get("loss_scaler")
     if "cur_scale" in optimizers[0]:  # ZeRO 0
         scaler = SimpleNamespace(**optimizers[0])
     return scaler_state(scaler)
+
+
+def _add_rounded(tensors: Tensors, main: StatePiece) -> None:
+    """Add the weight that is the rounding of its main weight `main`, computed when written."""
+    record, dtype = record_of(main.parameter), main.parameter.dtype
+    stop = main.start + main.values.numel()
+    for section, piece in flat_pieces(record, main.shape, main.start, stop, main.values):
+        if piece.write:
+            weight = ComputedPiece(piece.offset, piece.sizes, lambda p=piece: p.data.to(dtype))
+            whole = ShardedTensor(section.shape, dtype)
+            tensors.setdefault(section.name, whole).pieces.append(weight)
 
 
 Fragment = tuple[str, str, int, Tensor]
