@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megadiff.config import OptimizerConfig
+from megadiff.config import ConfigError, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.lr_warmup_samples <= self.lr_decay_samples:
-            raise ValueError(
+            raise ConfigError(
                 f"warmup of {self.lr_warmup_samples} samples does not fit into a schedule of "
                 f"{self.lr_decay_samples} samples"
             )
         if self.lr_decay_style == "WSD" and not (
             0 < self.lr_wsd_decay_samples <= self.lr_decay_samples - self.lr_warmup_samples
         ):
-            raise ValueError(
+            raise ConfigError(
                 f"the WSD decay of {self.lr_wsd_decay_samples} samples (--lr-wsd-decay-iters or "
                 f"-samples) must be positive and fit between the warmup ({self.lr_warmup_samples}) "
                 f"and the end of the schedule ({self.lr_decay_samples})"
@@ -50,31 +50,31 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that `config` asks for, for a run over `train_samples` samples.
 
-    Raises ValueError for lengths that do not fit and for a length given twice.
+    Raises ConfigError for lengths that do not fit and for a length given twice.
     """
 
     def samples(name: str, iterations: int | None, in_samples: int | None) -> int | None:
         if iterations and in_samples:
-            raise ValueError(f"give {name} in iterations or in samples, not both")
+            raise ConfigError(f"give {name} in iterations or in samples, not both")
         return iterations * global_batch_size if iterations else in_samples
 
     decay = samples("the decay", config.lr_decay_iters, config.lr_decay_samples) or train_samples
     warmup = samples("the warmup", config.lr_warmup_iters, config.lr_warmup_samples) or 0
     if config.lr_warmup_fraction is not None:
         if warmup:
-            raise ValueError("give the warmup as a length or as a fraction, not both")
+            raise ConfigError("give the warmup as a length or as a fraction, not both")
         warmup = int(config.lr_warmup_fraction * decay)
     wsd = samples("the WSD decay", config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
     start, end = config.start_weight_decay, config.end_weight_decay
     if config.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
-            raise ValueError(
+            raise ConfigError(
                 "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
                 "or cosine"
             )
         start = end = config.weight_decay
     elif start is None or end is None:
-        raise ValueError(
+        raise ConfigError(
             f"--weight-decay-incr-style {config.weight_decay_incr_style} needs "
             "--start-weight-decay and --end-weight-decay"
         )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.storage import read_metadata
-from megadiff.config import CheckpointConfig, Config, ConfigError, load_config, to_yaml, validate
+from megadiff.config import CheckpointConfig, Config, load_config, to_yaml, validate
 from megadiff.models.flops import ModelSize, model_size, whole_model
 from megadiff.models.memory import Memory
 from megadiff.optim.groups import describe_groups
@@ -45,14 +45,9 @@ def pretrain(config: Config) -> str:
     t = config.training
     assert t.train_iters is not None and t.global_batch_size is not None
     eod = set_vocabulary(config)
-    try:
-        schedule = make_schedule(
-            config.optimizer,
-            train_samples=t.total_samples,
-            global_batch_size=t.global_batch_size,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    schedule = make_schedule(
+        config.optimizer, train_samples=t.total_samples, global_batch_size=t.global_batch_size
+    )
     if t.deepspeed:
         read_settings(config, world_size())  # refuses what contradicts before anything starts
     env = start(config)
