@@ -20,11 +20,6 @@ from megadiff.config.options import (
     TrainingConfig,
     sections,
 )
-from megadiff.config.reading import (
-    load_config,
-    to_dict,
-    to_yaml,
-    update_config,
-)
+from megadiff.config.reading import load_config, to_dict, to_yaml, update_config
 from megadiff.config.validate_split import data_parallel_size, stage_sizes
 from megadiff.config.validation import NATIVE_OPTIONS, iterations, validate

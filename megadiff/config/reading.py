@@ -16,9 +16,9 @@ from megadiff.config.options import Config, ConfigError, sections
 def load_config(argv: list[str], config: Config | None = None) -> Config:
     """The configuration of the command line `argv`: defaults, then `--config` files, then flags.
 
-    With `config` its values take the place of the defaults, and it is filled.
-    Raises ConfigError for unknown keys, values of a wrong type and unreadable files. `--help`
-    prints the flags and exits.
+    The values of `config`, if given, take the place of the defaults; it is the result. Raises
+    ConfigError for unknown keys, values of a wrong type and unreadable files. `--help` prints the
+    flags and exits.
     """
     parser = _parser()
     flags, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
