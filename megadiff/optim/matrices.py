@@ -143,21 +143,19 @@ class WholeMatrices:
             [m.place(whole, rank).reshape(-1) for m, whole in zip(owned, wholes, strict=True)]
             for rank in range(size)
         ]
-        by_owner = [[m for m in self._mine if m.owner[1] == rank] for rank in range(size)]
-        incoming = self._tensor.exchange(
-            outgoing, [[m.block.numel() for m in ms] for ms in by_owner]
-        )
-        blocks = _reorder(self._mine, by_owner, incoming)
+        sizes = [[m.block.numel() for m in self._mine if m.owner[1] == r] for r in range(size)]
+        incoming = [iter(blocks) for blocks in self._tensor.exchange(outgoing, sizes)]
+        blocks = [next(incoming[m.owner[1]]) for m in self._mine]
 
         size, me = self._data.size, self._data.rank
         outgoing = [
             [block[slice(*m.held[rank])] for m, block in zip(self._mine, blocks, strict=True)]
             for rank in range(size)
         ]
-        by_owner = [[m for m in self._matrices if m.owner[0] == rank] for rank in range(size)]
-        incoming = self._data.exchange(outgoing, [[m.held_size(me) for m in ms] for ms in by_owner])
-        values = _reorder(self._matrices, by_owner, incoming)
-        for matrix, value in zip(self._matrices, values, strict=True):
+        sizes = [[m.held_size(me) for m in self._matrices if m.owner[0] == r] for r in range(size)]
+        incoming = [iter(pieces) for pieces in self._data.exchange(outgoing, sizes)]
+        for matrix in self._matrices:
+            value = next(incoming[matrix.owner[0]])
             if matrix.range is not None:
                 yield matrix, self._piece(matrix), value
 
@@ -218,15 +216,3 @@ def _matrices(shard: Shard, data_size: int, select: Callable[[Section], bool]) -
             place = next((r for r in shard.ranges if r.start <= first < min(r.end, end)), None)
             at = first - place.start if place is not None else 0
             yield Matrix(section, dim, torch.Size(block), held, place, at)
-
-
-def _reorder(
-    order: Sequence[Matrix], by_rank: list[list[Matrix]], values: list[list[Tensor]]
-) -> list[Tensor]:
-    """`values`, which come by rank, in the order of the matrices `order`."""
-    found = {
-        id(matrix): value
-        for matrices, tensors in zip(by_rank, values, strict=True)
-        for matrix, value in zip(matrices, tensors, strict=True)
-    }
-    return [found[id(matrix)] for matrix in order]

@@ -44,7 +44,6 @@ def muon_step(
     ranges: Sequence[Range],
     matrices: WholeMatrices,
     config: OptimizerConfig,
-    *,
     lr: float,
     weight_decay: float,
     divisor: Tensor,

@@ -5,9 +5,8 @@ the device: norm, overflow, clip coefficient and loss scale stay there, and a st
 not finite changes nothing on any rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -84,14 +83,8 @@ class Optimizer:
         )
         if config.overlap_param_gather:
             self.buckets.wait_in_forward(chunks)
-        self._norm_groups = [
-            group
-            for group in (
-                self.buckets.group if self.buckets.sharded else None,
-                model_parallel_group,
-            )
-            if group is not None and dist.get_world_size(group) > 1
-        ]
+        groups = (self.buckets.group if self.buckets.sharded else None, model_parallel_group)
+        self._norm_groups = [group for group in groups if group is not None]
         self.shards = [
             Shard(bucket, config.main_weights, self._treatment, self._state_types)
             for bucket in self.buckets.buckets
@@ -102,8 +95,12 @@ class Optimizer:
         own = config.optimizer == "adam" and config.adam_kernel == "auto"
         self._one_pass = [s for s in self.shards if own and s.in_one_pass]
         self._others = [s for s in self.shards if s not in self._one_pass]
-        others = [r for shard in self._others for r in shard.ranges]
-        self._alike = list(_alike(r for r in others if r.treatment.rule != "muon"))
+        self._alike: dict[tuple[str, Group, torch.dtype], list[Range]] = {}  # of one kernel
+        for shard in self._others:
+            for r in shard.ranges:
+                if r.treatment.rule != "muon":
+                    alike = (r.treatment.rule, r.treatment.group, r.dtype)
+                    self._alike.setdefault(alike, []).append(r)
         self._matrices = None
         if config.optimizer == "muon":
             self._matrices = WholeMatrices(
@@ -177,14 +174,10 @@ class Optimizer:
         """What to call backward on: `loss` times the loss scale of float16, else `loss` itself."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
-    def finish_gradients(self) -> None:
-        """Wait for the sums over data-parallel ranks and ties; `step` does so by itself."""
-        self.buckets.finish()
-
     @torch.no_grad()
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
         """Clip and update. `weight_decay` overrides the configuration's, for a decay schedule."""
-        self.finish_gradients()
+        self.buckets.finish()
         self.buckets.wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
         scaled_norm = self._gradient_norm()
@@ -195,24 +188,15 @@ class Optimizer:
             divisor = divisor * (norm / self.config.clip_grad).clamp(min=1.0)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.updates += (~skipped).float()
-        self._adam_in_one_pass(learning_rate, decay, divisor, skipped)
+        how = (learning_rate, decay, divisor, skipped)
+        self._adam_in_one_pass(*how)
         for shard in self._others:
             shard.begin_update()
-        for (rule, group, _), ranges in self._alike:
-            decays, multiplier = group_rule(group, self.config)
+        for (rule, group, _), ranges in self._alike.items():
             update = self._adam if rule == "adam" else self._sgd
-            rate = learning_rate * multiplier
-            update(ranges, rate, decay if decays else 0.0, divisor, skipped)
+            update(ranges, *self._of_group(group, learning_rate, decay), divisor, skipped)
         if self._matrices is not None:
-            muon_step(
-                self._muon_ranges,
-                self._matrices,
-                self.config,
-                lr=learning_rate,
-                weight_decay=decay,
-                divisor=divisor,
-                skipped=skipped,
-            )
+            muon_step(self._muon_ranges, self._matrices, self.config, *how)
         if self.scaler is not None:
             self.scaler.update(skipped)
         for shard in self._others:
@@ -248,18 +232,20 @@ class Optimizer:
             ]
         ).float()
 
-        def rule(group: Group) -> dict[str, float]:
-            decays, multiplier = group_rule(group, c)
-            return {
-                "lr": lr * multiplier,
-                "beta1": c.adam_beta1,
-                "beta2": c.adam_beta2,
-                "eps": c.adam_eps,
-                "weight_decay": decay if decays else 0.0,
-            }
-
         for shard in self._one_pass:
-            shard.adamw(scalars, self.steps, rule)
+            shard.adamw(
+                scalars, self.steps, lambda g: self._adam_constants(*self._of_group(g, lr, decay))
+            )
+
+    def _of_group(self, group: Group, lr: float, decay: float) -> tuple[float, float]:
+        """Learning rate and weight decay of `group`."""
+        decays, multiplier = group_rule(group, self.config)
+        return lr * multiplier, decay if decays else 0.0
+
+    def _adam_constants(self, lr: float, decay: float) -> dict[str, float]:
+        c = self.config
+        betas = {"beta1": c.adam_beta1, "beta2": c.adam_beta2}
+        return {"lr": lr, **betas, "weight_decay": decay, "eps": c.adam_eps}
 
     def _adam(
         self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor
@@ -270,22 +256,9 @@ class Optimizer:
             [r.moments["exp_avg"] for r in ranges],
             [r.moments["exp_avg_sq"] for r in ranges],
         )
-        constants = {
-            "lr": lr,
-            "beta1": self.config.adam_beta1,
-            "beta2": self.config.adam_beta2,
-            "weight_decay": decay,
-            "eps": self.config.adam_eps,
-        }
+        constants = self._adam_constants(lr, decay)
         if self._apex is not None and ranges[0].dtype == torch.float32:
-            apex_adamw(
-                self._apex,
-                tensors,
-                updates=self.updates,
-                divisor=divisor,
-                skipped=skipped,
-                **constants,
-            )
+            apex_adamw(self._apex, tensors, self.updates, divisor, skipped, **constants)
             return
         torch._fused_adamw_(
             *tensors,
@@ -367,16 +340,6 @@ def _kernel_scale(ranges: Sequence[Range], divisor: Tensor) -> Tensor | None:
     for r in ranges:
         r.gradient.div_(divisor)
     return None
-
-
-def _alike(ranges: Iterable[Range]) -> Iterator[tuple[tuple[str, Group, torch.dtype], list[Range]]]:
-    """Ranges that one kernel may update together, by rule, group and dtype."""
-
-    def key(r: Range) -> tuple[str, Group, torch.dtype]:
-        return r.treatment.rule, r.treatment.group, r.dtype
-
-    for alike, members in groupby(sorted(ranges, key=lambda r: str(key(r))), key):
-        yield alike, list(members)
 
 
 def _name(name: str, parameter: nn.Parameter) -> str:

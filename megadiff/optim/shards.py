@@ -80,8 +80,7 @@ class Shard:
         self.dtype = torch.promote_types(own.dtype, torch.float32)
         self.name = f"{bucket.slots[0].name}/{bucket.rank}"
         self.main = make_main_weights(own, main_weights, self.name)
-        self._own_gradients = bucket.own_gradients
-        self._weights = self._gradients = self._empty = own.new_empty(0)
+        self._weights = self._empty = own.new_empty(0)
         self.ranges = [
             Range(
                 how,
@@ -125,38 +124,23 @@ class Shard:
 
     def begin_update(self) -> None:
         """Give the ranges their weights and gradients, in the precision of the update."""
-        weights, gradients = self.main.load(), self._own_gradients
-        if gradients.dtype != self.dtype:
-            gradients = gradients.to(self.dtype)
-        if weights is not self._weights:
-            self._weights = weights
-            for r in self.ranges:
-                r.weights = self._cut(weights, r)
-        if gradients is not self._gradients:
-            self._gradients = gradients
-            for r in self.ranges:
-                r.gradient = self._cut(gradients, r)
+        self._weights = self.main.load()
+        gradients = self.bucket.own_gradients.to(self.dtype)
         for r in self.ranges:
+            r.weights, r.gradient = self._cut(self._weights, r), self._cut(gradients, r)
             r.moments = {key: kept.to(self.dtype) for key, kept in r.state.items()}
 
     def end_update(self, step: int) -> None:
         """Bring the weights into the parameters, and free what was made for the update."""
         self.main.store(self._weights, step)
+        self._weights = self._empty
         for r in self.ranges:
             for key, kept in r.state.items():
                 if kept.dtype != self.dtype:
                     seed = random_seed(f"{self.name}/{r.start}/{key}", step)
                     generator = torch.Generator(kept.device).manual_seed(seed)
                     round_stochastically(r.moments[key], generator, out=kept)
-            r.moments = {}
-        if self._gradients is not self._own_gradients:
-            self._gradients = self._empty
-            for r in self.ranges:
-                r.gradient = self._empty
-        if not self.main.persistent:
-            self._weights = self._empty
-            for r in self.ranges:
-                r.weights = self._empty
+            r.weights, r.gradient, r.moments = self._empty, self._empty, {}
 
     def _cut(self, flat: Tensor, r: Range) -> Tensor:
         return flat[r.start - self.bucket.shard_start : r.end - self.bucket.shard_start]

@@ -16,7 +16,6 @@ Mode = Literal["float32", "kahan", "stochastic"]
 class MainWeights:
     """Parameters that are wide enough themselves: float32 and float64."""
 
-    persistent = True  # what `load` gives lives as long as this
     mode: Mode | None = None  # of those that `kernels.adamw_triton` updates
     behind: Tensor | None = None  # what it reads and writes beside the parameters
 
@@ -69,7 +68,6 @@ class Float32Weights(MainWeights):
 class KahanWeights(MainWeights):
     """Parameters and what rounding them lost, each in bfloat16: together 16 bits of mantissa."""
 
-    persistent = False
     mode = "kahan"
 
     def __init__(self, parameters: Tensor) -> None:
@@ -97,7 +95,6 @@ class StochasticWeights(MainWeights):
     it alike.
     """
 
-    persistent = False
     mode = "stochastic"
 
     def __init__(self, parameters: Tensor, name: str) -> None:

@@ -6,7 +6,7 @@ It is told by its compiled extensions: the package that registries call `apex` i
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,7 @@ def milliseconds(
         for _ in range(repeats + 3):
             begin = time.perf_counter()
             function()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize()
             times.append(1000 * (time.perf_counter() - begin))
         medians.append(statistics.median(times[3:]))
     means = torch.tensor(medians, device=device)
@@ -70,26 +69,21 @@ def find_apex_adam() -> Callable[..., None] | None:
         return None
     if not multi_tensor_applier.available:
         return None
-    kernel = amp_C.multi_tensor_adam_capturable
-
-    def apply(*arguments: Any) -> None:
-        multi_tensor_applier(kernel, *arguments)
-
-    return apply
+    return partial(multi_tensor_applier, amp_C.multi_tensor_adam_capturable)
 
 
 def apex_adamw(
     kernel: Callable[..., None],
     tensors: Sequence[list[Tensor]],
+    updates: Tensor,
+    divisor: Tensor,
+    skipped: Tensor,
     *,
     lr: float,
     beta1: float,
     beta2: float,
     weight_decay: float,
     eps: float,
-    updates: Tensor,
-    divisor: Tensor,
-    skipped: Tensor,
 ) -> None:
     """AdamW on float32 `tensors`, the lists (weights, gradients, exp_avg, exp_avg_sq).
 

@@ -60,7 +60,7 @@ def test_gradients_accumulate_in_float32() -> None:
         optimizer.zero_grad(5)
         for weight in (1.0, *[2.0**-9] * 4):
             (model.unused.sum() * weight).backward()
-        optimizer.finish_gradients()
+        optimizer.buckets.finish()
         slot = next(
             slot
             for bucket in optimizer.buckets.buckets

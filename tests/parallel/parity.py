@@ -336,7 +336,7 @@ def run_cell(cell: Cell, fault: str | None = None) -> Outcome:
 
 def _summed_gradients(model: Model, optimizer: Optimizer) -> dict[str, tuple[int, int, Tensor]]:
     """Whole gradients of this rank's parameters, also where each data rank owns a range of them."""
-    optimizer.finish_gradients()
+    optimizer.buckets.finish()
     gradients = {}
     for bucket in optimizer.buckets.buckets:
         whole = bucket.gradients.clone()
