@@ -5,13 +5,14 @@ the axis `cp` whole sequences of its share of the heads, and another one gives i
 sequence back (arXiv 2309.14509, section 3).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadiff.parallel.context import natural_order
+from megadiff.parallel.context import context_shard, natural_order
 from megadiff.parallel.mesh import Axis
 
 
@@ -41,6 +42,5 @@ def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
 
 def heads_to_sequence(x: Tensor, cp: Axis) -> Tensor:
     """The inverse: `[b, s, heads / cp, width]` to this rank's `[b, s / cp, heads, width]`."""
-    chunks = x.chunk(2 * cp.size, dim=1)
-    parts = [torch.cat([chunks[r], chunks[2 * cp.size - 1 - r]], 1) for r in range(cp.size)]
+    parts = [context_shard(x, replace(cp, rank=rank)) for rank in range(cp.size)]
     return _AllToAll.apply(torch.stack(parts), cp).movedim(0, 2).flatten(2, 3)

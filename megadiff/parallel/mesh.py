@@ -5,7 +5,7 @@ stays inside a node), then context, data and pipeline parallelism:
 rank = ((pp * DP + dp) * CP + cp) * TP + tp.
 """
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -106,16 +106,11 @@ def build_mesh(
 
 def _axis(ranks: np.ndarray, dims: Sequence[int], rank: int, timeout: timedelta) -> Axis:
     """The group of all ranks whose coordinates differ from this rank's only along `dims`."""
-    others = [d for d in range(ranks.ndim) if d not in dims]
-    size = int(np.prod([ranks.shape[d] for d in dims]))
-    if size == 1:
-        return Axis()
+    size = math.prod(ranks.shape[d] for d in dims)
     found = Axis()
-    for index in itertools.product(*(range(ranks.shape[d]) for d in others)):
-        selection: list[int | slice] = [slice(None)] * ranks.ndim
-        for dim, position in zip(others, index, strict=True):
-            selection[dim] = position
-        members = ranks[tuple(selection)].reshape(-1).tolist()
+    if size == 1:
+        return found
+    for members in np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size).tolist():
         group = dist.new_group(members, timeout=timeout)  # every rank makes every group
         if rank in members:
             found = Axis(group, members.index(rank), size)  # type: ignore[arg-type]

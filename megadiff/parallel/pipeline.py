@@ -7,7 +7,8 @@ state travels.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,11 @@ from torch.distributed.pipelining.schedules import (
 from megadiff.parallel.mesh import ParallelMesh
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+_SCHEDULES: dict[str, Callable[..., Any]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+}
 
 
 def balanced_sizes(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
@@ -33,27 +39,25 @@ def balanced_sizes(costs: Sequence[float], stages: int, first: float, last: floa
     n = len(costs)
     if n < stages:
         raise ValueError(f"{n} layers are fewer than {stages} stages")
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    # best[i] is the least maximum with layers [0, i) on the stages so far, cut[s][i] its last cut
-    best = [before[i] + first if i else float("inf") for i in range(n + 1)]
-    cuts = []
-    for stage in range(1, stages):
-        extra = last if stage == stages - 1 else 0.0
-        following, cut = [float("inf")] * (n + 1), [0] * (n + 1)
-        for end in range(stage + 1, n + 1):
-            for start in range(stage, end):
-                worst = max(best[start], before[end] - before[start] + extra)
-                if worst < following[end]:
-                    following[end], cut[end] = worst, start
-        best = following
-        cuts.append(cut)
-    bounds = [n]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
-    bounds = [0, *reversed(bounds)]
-    return [end - start for start, end in pairwise(bounds)]
+    before = list(accumulate(costs, initial=0.0))
+
+    @cache
+    def best(end: int, runs: int) -> tuple[float, int]:
+        """The least cost of the dearest of `runs` runs of the layers [0, end), and the last cut."""
+        if runs == 1:
+            return before[end] + first, 0
+        extra = last if runs == stages else 0.0
+        return min(
+            (max(best(start, runs - 1)[0], before[end] - before[start] + extra), start)
+            for start in range(runs - 1, end)
+        )
+
+    sizes, end = [], n
+    for runs in range(stages, 0, -1):
+        start = best(end, runs)[1]
+        sizes.append(end - start)
+        end = start
+    return sizes[::-1]
 
 
 class _Stage(nn.Module):
@@ -165,8 +169,6 @@ class Pipeline:
                     group=self.mesh.pp.group,
                 )
             )
-        common: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-        if self.name == "interleaved_1f1b":
-            return ScheduleInterleaved1F1B(stages, micro_batches, **common)
-        kinds: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-        return kinds[self.name](stages[0], micro_batches, **common)
+        held = stages if self.name == "interleaved_1f1b" else stages[0]
+        schedule = _SCHEDULES[self.name]
+        return schedule(held, micro_batches, loss_fn=self._loss, scale_grads=False)
