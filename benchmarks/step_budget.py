@@ -14,11 +14,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megadiff.config import DELTA_MIXERS, Config
+from megadiff.models.attention import head_shape
 from megadiff.models.flops import ModelSize, mixing_flops
 
 PRODUCTS, COPY = 790e12, 4.3e12  # FLOP/s, bytes/s
@@ -34,7 +34,6 @@ CLASSES = {  # the first pattern that a kernel's name matches
     "copies between host and device": r"memcpy (htod|dtoh)",
     "casts, copies, sums": r"elementwise|copy|reduce|cat|memset|memcpy|fill",
 }
-OTHER = "other"
 
 
 @dataclass
@@ -62,9 +61,6 @@ class Budget:
         )
         lines += [f"      {ms:7.2f} ms {n:6.0f} x {name[:100]}" for name, ms, n in self.largest]
         return "\n".join(lines)
-
-    def json(self) -> dict[str, Any]:
-        return vars(self)
 
 
 def budget_of_step(
@@ -107,10 +103,8 @@ def count(kernels: list[tuple[str, float, float]], steps: int, floor: dict[str, 
 
 
 def class_of(kernel: str) -> str:
-    for name, pattern in CLASSES.items():
-        if re.search(pattern, kernel, re.IGNORECASE):
-            return name
-    return OTHER
+    matching = (n for n, pattern in CLASSES.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(matching, "other")
 
 
 def floor(config: Config, size: ModelSize) -> dict[str, float]:
@@ -127,9 +121,9 @@ def floor(config: Config, size: ModelSize) -> dict[str, float]:
     turned = 0
     for mixer in mixers:
         if mixer not in DELTA_MIXERS:
-            query = m.num_attention_heads * (1 if mixer == "standard" else 2)
-            key = m.query_groups * (2 if mixer == "diff_v1" else 1)
-            turned += 4 * (query + key) * m.head_width(mixer)
+            shape = head_shape(m, mixer)
+            heads = shape.branches * m.num_attention_heads + shape.key_branches * m.query_groups
+            turned += 4 * heads * shape.width
     o = config.optimizer
     # read and written: the moments and the weight (with float32 ones the parameter only written)
     update = sum(8 if kept == "fp32" else 4 for kept in (o.exp_avg_dtype, o.exp_avg_sq_dtype))

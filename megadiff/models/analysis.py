@@ -4,7 +4,9 @@ For prompts and short texts: the maps are held in memory, layer by layer.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,29 +81,24 @@ def observe(model: Decoder, tokens: list[int], look: Look) -> Tensor:
     if model.mesh.world_size > 1:
         raise ValueError("analysis wants the whole model in one process")
     maps: dict[int, Maps | None] = {}
-    handles = []
 
-    def before(layer: int) -> Callable[..., None]:
-        def hook(mixer: Any, arguments: tuple[Any, ...]) -> None:
-            x, geometry = arguments[:2]
-            attends = isinstance(mixer, Attention)
-            maps[layer] = attention_maps(mixer, x, geometry) if attends else None
+    def before(layer: int, mixer: Any, arguments: tuple[Any, ...]) -> None:
+        attends = isinstance(mixer, Attention)
+        maps[layer] = attention_maps(mixer, *arguments[:2]) if attends else None
 
-        return hook
+    def after(layer: int, block: Any, arguments: Any, output: Tensor) -> None:
+        look(layer, maps.pop(layer), output[0])
 
-    def after(layer: int) -> Callable[..., None]:
-        return lambda block, arguments, output: look(layer, maps.pop(layer), output[0])
-
-    for layer, block in zip(model.stage.layers, model.blocks, strict=True):
-        handles.append(block.mixer.register_forward_pre_hook(before(layer)))
-        handles.append(block.register_forward_hook(after(layer)))
-    try:
+    with ExitStack() as hooks:
+        for layer, block in zip(model.stage.layers, model.blocks, strict=True):
+            for hook in (
+                block.mixer.register_forward_pre_hook(partial(before, layer)),
+                block.register_forward_hook(partial(after, layer)),
+            ):
+                hooks.enter_context(hook)
         device = next(model.parameters()).device
         ids = torch.tensor([tokens], device=device)
         logits = model(ids, torch.arange(len(tokens), device=device).unsqueeze(0))
-    finally:
-        for handle in handles:
-            handle.remove()
     return logits[0, :, : model.vocab_size]
 
 

@@ -4,73 +4,73 @@ Head `i` of a differential mixer owns the query heads `2i` and `2i + 1`, its two
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megadiff.config import ModelConfig
+from megadiff.config import ModelConfig, TokenMixer
 from megadiff.kernels import attention, diff_attention, rms_norm, split_rotary
+from megadiff.kernels.reference import wide
 from megadiff.models.geometry import Geometry, KeyValueCache
-from megadiff.models.mixer import Mixer
+from megadiff.models.mixer import Mixer, output_init
 from megadiff.parallel.collectives import sum_gradients
-from megadiff.parallel.context import attend_in_context
+from megadiff.parallel.context import attend_documents, attend_in_context
 from megadiff.parallel.linear import (
     ColumnParallelLinear,
     Output,
     RowParallelLinear,
     replicated,
-    shard,
+    sharded,
 )
 from megadiff.parallel.mesh import ParallelMesh
-from megadiff.parallel.parameter import Init, Section, make_parameter
+from megadiff.parallel.parameter import Init
 from megadiff.parallel.recompute import forget, recomputed
 
 # 64 elements are 128 bytes in bfloat16: rows of the fused projection stay aligned behind lambda's.
 _PAD = 64
 
 
+class HeadShape(NamedTuple):
+    """Of an attention mixer: its heads of q and k, and their widths."""
+
+    branches: int  # heads of q for each of `num_attention_heads`
+    key_branches: int  # heads of k for each key/value group
+    width: int  # of a head of q and k
+    value_width: int
+
+
+def head_shape(config: ModelConfig, mixer: TokenMixer) -> HeadShape:
+    """The heads of `mixer`; DIFF V1 has keys for each branch and values twice as wide."""
+    width, v1 = config.head_width(mixer), mixer == "diff_v1"
+    value_width = 2 * width if v1 and config.diff_value_width == "2d" else width
+    return HeadShape(1 if mixer == "standard" else 2, 2 if v1 else 1, width, value_width)
+
+
 class _Attention(Mixer):
     """What the three mixers share: fused projection, rotary positions, packing, cache."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        mesh: ParallelMesh,
-        name: str,
-        *,
-        width: int,
-        value_width: int,
-        query_heads: int,
-        key_heads: int,
-        lambda_logits: bool = False,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: ModelConfig, layer: int, mesh: ParallelMesh, name: str, **factory: Any
     ) -> None:
         super().__init__()
         heads, groups, hidden = config.num_attention_heads, config.query_groups, config.hidden_size
-        self.width, self.value_width = width, value_width
+        branches, key_branches, self.width, self.value_width = head_shape(config, self.kind)
         self.rotary = config.position_embedding_type == "rope"
         self.interleaved = config.rotary_interleaved
         init = Init(config.init_method_std)
         outputs = [
-            Output("q", query_heads * width, heads, init),
-            Output("k", key_heads * width, groups, init),
-            Output("v", groups * value_width, groups, init),
+            Output("q", branches * heads * self.width, heads, init),
+            Output("k", key_branches * groups * self.width, groups, init),
+            Output("v", groups * self.value_width, groups, init),
         ]
-        if lambda_logits:
+        if self.kind == "diff_v2":
             outputs.append(Output("lambda", heads, heads, init))
-        factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.qkv = ColumnParallelLinear(hidden, outputs, mesh, name, pad_to=_PAD, **factory)
+        factory["init"] = output_init(config)
         self.out = RowParallelLinear(
-            heads * value_width,
-            hidden,
-            heads,
-            mesh,
-            f"{name}.o",
-            init=Init(config.init_method_std / math.sqrt(2 * config.num_layers)),
-            **factory,
+            heads * self.value_width, hidden, heads, mesh, f"{name}.o", **factory
         )
 
     def new_cache(self, max_length: int) -> KeyValueCache:
@@ -112,36 +112,16 @@ def _attend(
         y = operator(q, k, v, *lam, seqused_k=lengths, **options)
     elif geometry.context is not None:
         y = attend_in_context(operator, q, k, v, *lam, context=geometry.context, **options)
-    elif geometry.cu_seqlens is None:
-        y = operator(q, k, v, *lam, **options)
     else:
-        batch, length = q.shape[:2]
-        lam = tuple(t.flatten(0, 1) if t.dim() == 3 else t for t in lam)
-        cu, longest = geometry.cu_seqlens, length
-        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        y = operator(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lam, **options)
-        y = y.unflatten(0, (batch, length))
+        documents = {"cu_seqlens_q": geometry.cu_seqlens, "cu_seqlens_k": geometry.cu_seqlens}
+        y = attend_documents(operator, q, k, v, *lam, **documents, **options)
     return y.flatten(2)
 
 
 class StandardAttention(_Attention):
     """Softmax attention with query groups, the baseline."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, mesh: ParallelMesh, name: str, **factory: Any
-    ) -> None:
-        width = config.head_width("standard")
-        super().__init__(
-            config,
-            mesh,
-            name,
-            width=width,
-            value_width=width,
-            query_heads=config.num_attention_heads,
-            key_heads=config.query_groups,
-            **factory,
-        )
+    kind = "standard"
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
         q, k, v = self.heads(x, geometry)
@@ -161,74 +141,47 @@ class DiffAttentionV1(_Attention):
     norm's effect on gradients, so without the norm there is none.
     """
 
+    kind = "diff_v1"
+
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        mesh: ParallelMesh,
-        name: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: ModelConfig, layer: int, mesh: ParallelMesh, name: str, **factory: Any
     ) -> None:
-        width = config.head_width("diff_v1")
-        heads = config.num_attention_heads
-        value_width = 2 * width if config.diff_value_width == "2d" else width
-        super().__init__(
-            config,
-            mesh,
-            name,
-            width=width,
-            value_width=value_width,
-            query_heads=2 * heads,
-            key_heads=2 * config.query_groups,
-            dtype=dtype,
-            device=device,
-        )
+        super().__init__(config, layer, mesh, name, **factory)
         self.tp = mesh.tp
         init = config.diff_lambda_init
         self.lambda_init = lambda_init_of_layer(layer) if init is None else init
         self.norm_epsilon = config.norm_epsilon if config.diff_head_norm != "none" else None
         self.per_head = config.diff_lambda_per_head
-        wide = torch.promote_types(dtype, torch.float32)
-        factory: dict[str, Any] = {"dtype": wide, "device": device}
-        normal = Init(config.diff_lambda_std)
+        factory["dtype"] = wide(factory["dtype"])
+        heads, normal = config.num_attention_heads, Init(config.diff_lambda_std)
 
         def vector(which: str) -> nn.Parameter:
             full = f"{name}.lambda_{which}"
-            if not self.per_head:
-                section = replicated(full, (width,), "lambda", normal, mesh.tp)
-                return make_parameter((width,), [section], **factory)
-            s = shard(heads, heads, mesh.tp)
-            section = Section(full, (heads, width), 0, s.length, s.offset, "lambda", normal)
-            return make_parameter((s.length, width), [section], **factory)
+            if self.per_head:
+                whole = (full, (heads, self.width), heads, "lambda", normal)
+                return sharded([whole], mesh.tp, **factory)
+            return replicated(full, (self.width,), "lambda", normal, mesh.tp, **factory)
 
         self.lambda_q1, self.lambda_k1 = vector("q1"), vector("k1")
         self.lambda_q2, self.lambda_k2 = vector("q2"), vector("k2")
         self.subln = None
         if config.diff_head_norm == "weight":
-            ones = Init(mean=1.0)
-            section = replicated(f"{name}.subln.weight", (value_width,), "vector", ones, mesh.tp)
-            self.subln = make_parameter((value_width,), [section], **factory)
+            full, shape, ones = f"{name}.subln.weight", (self.value_width,), Init(mean=1.0)
+            self.subln = replicated(full, shape, "vector", ones, mesh.tp, **factory)
 
     def lambda_and_norm(self) -> tuple[Tensor, Tensor | None]:
         """lambda, a scalar or `[heads]` in at least float32, and the norm's weight.
 
         What all heads share has only a part of its gradient on each tensor-parallel rank.
         """
-        q1: Tensor = self.lambda_q1
-        k1: Tensor = self.lambda_k1
-        q2: Tensor = self.lambda_q2
-        k2: Tensor = self.lambda_k2
-        norm_weight: Tensor | None = self.subln
-        if self.per_head and norm_weight is not None:
-            (norm_weight,) = sum_gradients(self.tp, norm_weight)
-        elif norm_weight is not None:
-            q1, k1, q2, k2, norm_weight = sum_gradients(self.tp, q1, k1, q2, k2, norm_weight)
-        elif not self.per_head:
-            q1, k1, q2, k2 = sum_gradients(self.tp, q1, k1, q2, k2)
+        q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
+        norm: Sequence[Tensor] = () if self.subln is None else (self.subln,)
+        if not self.per_head:
+            q1, k1, q2, k2, *norm = sum_gradients(self.tp, q1, k1, q2, k2, *norm)
+        elif norm:
+            norm = sum_gradients(self.tp, *norm)
         lam = torch.exp((q1 * k1).sum(-1)) - torch.exp((q2 * k2).sum(-1)) + self.lambda_init
-        return lam, norm_weight
+        return lam, norm[0] if norm else None
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
         q, k, v = self.heads(x, geometry)
@@ -261,25 +214,10 @@ class DiffAttentionV2(_Attention):
     and head from a projection that is fused with q, k and v.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer: int, mesh: ParallelMesh, name: str, **factory: Any
-    ) -> None:
-        width = config.head_width("diff_v2")
-        super().__init__(
-            config,
-            mesh,
-            name,
-            width=width,
-            value_width=width,
-            query_heads=2 * config.num_attention_heads,
-            key_heads=config.query_groups,
-            lambda_logits=True,
-            **factory,
-        )
+    kind = "diff_v2"
 
     def forward(self, x: Tensor, geometry: Geometry, cache: KeyValueCache | None = None) -> Tensor:
         q, k, v, logits = self.heads(x, geometry)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        lam = torch.sigmoid(logits.to(wide))
+        lam = torch.sigmoid(logits.to(wide(logits.dtype)))
         self.mean_lambda = lam.detach().mean()
         return self.out(self.attend(diff_attention, q, k, v, lam, geometry=geometry, cache=cache))

@@ -15,11 +15,8 @@ from megadiff.models.norm import Norm
 from megadiff.parallel.mesh import ParallelMesh
 
 MIXERS: dict[TokenMixer, Callable[..., Mixer]] = {
-    "standard": StandardAttention,
-    "diff_v1": DiffAttentionV1,
-    "diff_v2": DiffAttentionV2,
-    "delta_net": DeltaNet,
-    "gated_delta_net": GatedDeltaNet,
+    mixer.kind: mixer
+    for mixer in (StandardAttention, DiffAttentionV1, DiffAttentionV2, DeltaNet, GatedDeltaNet)
 }
 
 

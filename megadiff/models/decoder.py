@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -62,34 +63,31 @@ class Decoder(nn.Module):
         tied = not config.untie_embeddings_and_output_weights
         init = Init(config.init_method_std)
 
-        def vocab_matrix(name: str) -> nn.Parameter:
-            return vocab_parallel_weight(
-                name,
-                self.vocab_size,
-                config.hidden_size,
-                mesh,
-                divisible_by=config.make_vocab_size_divisible_by,
-                init=init,
-                tie="embedding" if tied else None,
-                **factory,
-            )
-
+        vocab_matrix = partial(
+            vocab_parallel_weight,
+            shape=(self.vocab_size, config.hidden_size),
+            tp=mesh.tp,
+            divisible_by=config.make_vocab_size_divisible_by,
+            init=init,
+            tie="embedding" if tied else None,
+            **factory,
+        )
         self.embedding = self.output = self.position_embedding = self.final_norm = None
         if stage.first:
             self.embedding = vocab_matrix("embedding.weight")
             if config.position_embedding_type == "learned_absolute":
-                positions = config.max_position_embeddings or max_positions
+                shape = (config.max_position_embeddings or max_positions, config.hidden_size)
                 self.position_embedding = PositionEmbedding(
-                    positions, config.hidden_size, mesh, "position_embedding", init=init, **factory
+                    shape, mesh, "position_embedding", init, **factory
                 )
         blocks = {str(layer): Block(config, layer, mesh, **factory) for layer in stage.layers}
         self.layers = nn.ModuleDict(blocks)
         self.recompute = recompute or Recompute()
+        norms_again = self.recompute.chooses("layernorm")
         for block in self.blocks:
             block.mixer.recompute = self.recompute.chooses("core_attn")
-            block.mixer.recompute_norm = self.recompute.chooses("layernorm")
-            block.mixer_norm.recompute = self.recompute.chooses("layernorm")
-            block.mlp_norm.recompute = self.recompute.chooses("layernorm")
+            block.mixer.recompute_norm = norms_again
+            block.mixer_norm.recompute = block.mlp_norm.recompute = norms_again
             block.mlp.recompute = self.recompute.chooses("mlp_act")
         if stage.last:
             self.final_norm = Norm(config, mesh, "final_norm", **factory)

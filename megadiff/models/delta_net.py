@@ -15,20 +15,22 @@ from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
 from megadiff.kernels import delta_rule, gated_rms_norm, l2_norm, rms_norm, short_convolution
+from megadiff.kernels.reference import wide
 from megadiff.models.delta_state import DeltaCache, State, Tokens
 from megadiff.models.geometry import Geometry
-from megadiff.models.mixer import Mixer
+from megadiff.models.mixer import Mixer, output_init
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.head_exchange import heads_to_sequence, sequence_to_heads
 from megadiff.parallel.linear import (
     ColumnParallelLinear,
+    GlobalTensor,
     Output,
     RowParallelLinear,
     replicated,
-    shard,
+    sharded,
 )
 from megadiff.parallel.mesh import Axis, ParallelMesh
-from megadiff.parallel.parameter import Init, Section, make_parameter, uniform
+from megadiff.parallel.parameter import Init, uniform
 
 _PAD = 64  # 128 bytes in bfloat16: rows of the fused projection stay aligned behind beta and decay
 _EPSILON = 1e-6  # of the norms of q and k, as published
@@ -69,16 +71,16 @@ class Heads:
 
     def tokens(self, qkv: Tensor, beta: Tensor | None, decay: Tensor | None) -> Tokens:
         """From the projections `[b, s, ...]` of these heads."""
-        wide = torch.promote_types(qkv.dtype, torch.float32)
+        dtype = wide(qkv.dtype)
         if beta is None:
-            strength = qkv.new_ones((*qkv.shape[:-1], self.count), dtype=wide)
+            strength = qkv.new_ones((*qkv.shape[:-1], self.count), dtype=dtype)
         else:
-            strength = torch.sigmoid(beta.to(wide))
+            strength = torch.sigmoid(beta.to(dtype))
         if self.config.delta_allow_neg_eigval:
             strength = 2 * strength  # the transition's eigenvalue along k is 1 - beta
         g = None
         if decay is not None and self.A_log is not None and self.dt_bias is not None:
-            g = -self.A_log.exp() * F.softplus(decay.to(wide) + self.dt_bias)
+            g = -self.A_log.exp() * F.softplus(decay.to(dtype) + self.dt_bias)
         return Tokens(qkv, strength, g)
 
     def mix(
@@ -121,8 +123,8 @@ class Heads:
             x = F.elu(x) + 1
         if self.config.delta_qk_norm == "l2":
             return l2_norm(x, _EPSILON)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.normalize(wide, p=1, dim=-1, eps=_EPSILON).to(x.dtype)  # no entry is negative
+        sums = F.normalize(x.to(wide(x.dtype)), p=1, dim=-1, eps=_EPSILON)  # nothing is negative
+        return sums.to(x.dtype)
 
 
 class DeltaNet(Mixer):
@@ -133,17 +135,10 @@ class DeltaNet(Mixer):
     weight for all heads.
     """
 
-    gated = False
+    kind = "delta_net"
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        mesh: ParallelMesh,
-        name: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: ModelConfig, layer: int, mesh: ParallelMesh, name: str, **factory: Any
     ) -> None:
         super().__init__()
         heads, hidden = config.delta_heads, config.hidden_size
@@ -153,15 +148,12 @@ class DeltaNet(Mixer):
             )
         self.config, self.tp = config, mesh.tp
         self.heads = heads // mesh.tp.size
-        self.key_width, self.value_width = config.delta_widths
-        keys, values = heads * self.key_width, heads * self.value_width
-        factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        wide = torch.promote_types(dtype, torch.float32)
-        use_gate = config.delta_gate("gated_delta_net" if self.gated else "delta_net")
+        keys, values = (heads * width for width in config.delta_widths)
+        gated = self.kind == "gated_delta_net"
         features = {"q": keys, "k": keys, "v": values}
-        features |= {"gate": values} if use_gate else {}
+        features |= {"gate": values} if config.delta_gate(self.kind) else {}
         features |= {"beta": heads} if config.delta_use_beta else {}
-        features |= {"decay": heads} if self.gated else {}
+        features |= {"decay": heads} if gated else {}
         init = Init(config.init_method_std)
         self.names = tuple(features)
         self.projection = ColumnParallelLinear(
@@ -173,50 +165,40 @@ class DeltaNet(Mixer):
             **factory,
         )
         self.out = RowParallelLinear(
-            values,
-            hidden,
-            heads,
-            mesh,
-            f"{name}.o",
-            init=Init(config.init_method_std / math.sqrt(2 * config.num_layers)),
-            **factory,
+            values, hidden, heads, mesh, f"{name}.o", init=output_init(config), **factory
         )
-
-        def per_head(suffix: str, init: Init) -> nn.Parameter:
-            s = shard(heads, heads, mesh.tp)
-            section = Section(f"{name}.{suffix}", (heads,), 0, s.length, s.offset, "vector", init)
-            return make_parameter((s.length,), [section], dtype=wide, device=device)
-
         self.conv_weight = self.conv_bias = self.A_log = self.dt_bias = None
         if config.delta_conv_size > 0:
-            channels = {"q_conv": keys, "k_conv": keys, "v_conv": values}
-            shape = (1, config.delta_conv_size)
-            self.conv_weight = self._channels(f"{name}.%s.weight", channels, shape, **factory)
+            self.conv_weight = self._channels(
+                f"{name}.%s.weight", 1, config.delta_conv_size, **factory
+            )
             if config.delta_conv_bias:
-                self.conv_bias = self._channels(f"{name}.%s.bias", channels, (), **factory)
-        if self.gated:
+                self.conv_bias = self._channels(f"{name}.%s.bias", **factory)
+        factory["dtype"] = wide(factory["dtype"])
+
+        def per_head(suffix: str, init: Init) -> nn.Parameter:
+            whole = (f"{name}.{suffix}", (heads,), heads, "vector", init)
+            return sharded([whole], mesh.tp, **factory)
+
+        if gated:
             self.A_log = per_head("A_log", uniform(1.0, 16.0, torch.log))
             self.dt_bias = per_head(
                 "dt_bias", uniform(math.log(1e-3), math.log(0.1), _inverse_softplus_of_exp)
             )
-        shape = (self.value_width,)
-        ones = Init(mean=1.0)
-        section = replicated(f"{name}.o_norm.weight", shape, "vector", ones, mesh.tp)
-        self.o_norm = make_parameter(shape, [section], dtype=wide, device=device)
+        full, shape, ones = f"{name}.o_norm.weight", config.delta_widths[1:], Init(mean=1.0)
+        self.o_norm = replicated(full, shape, "vector", ones, mesh.tp, **factory)
 
-    def _channels(
-        self, name: str, channels: dict[str, int], shape: tuple[int, ...], **factory: Any
-    ) -> nn.Parameter:
-        """A parameter of the convolution, of this rank's channels of q, k and v."""
+    def _channels(self, name: str, *shape: int, **factory: Any) -> nn.Parameter:
+        """A parameter of the convolution, `[channels, *shape]`, of this rank's q, k and v."""
         bound = self.config.delta_conv_size**-0.5  # torch's initial values of a Conv1d
-        init = uniform(-bound, bound)
-        sections, start = [], 0
-        for suffix, features in channels.items():
-            s = shard(features, self.config.delta_heads, self.tp)
-            place = (start, s.length, s.offset)
-            sections.append(Section(name % suffix, (features, *shape), *place, "vector", init))
-            start += s.length
-        return make_parameter((start, *shape), sections, **factory)
+        init, heads = uniform(-bound, bound), self.config.delta_heads
+        key_width, value_width = self.config.delta_widths
+        widths = {"q_conv": key_width, "k_conv": key_width, "v_conv": value_width}
+        tensors: list[GlobalTensor] = [
+            (name % suffix, (heads * width, *shape), heads, "vector", init)
+            for suffix, width in widths.items()
+        ]
+        return sharded(tensors, self.tp, **factory)
 
     def new_cache(self, max_length: int) -> DeltaCache:
         return DeltaCache()
@@ -269,7 +251,7 @@ class GatedDeltaNet(DeltaNet):
     [0.001, 0.1] (Mamba-2, arXiv 2405.21060).
     """
 
-    gated = True
+    kind = "gated_delta_net"
 
 
 def _inverse_softplus_of_exp(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 from megadiff.config import DELTA_MIXERS, ModelConfig, TokenMixer
+from megadiff.models.attention import head_shape
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.parameter import Section, named_sections
 
@@ -54,8 +55,5 @@ def mixing_flops(m: ModelConfig, mixer: TokenMixer, seq_length: int) -> float:
     if mixer in DELTA_MIXERS:
         d_k, d_v = m.delta_widths
         return m.delta_heads * (6.0 * d_k * d_v + 2.0 * m.delta_conv_size * (2 * d_k + d_v))
-    d = d_v = m.head_width(mixer)
-    heads = m.num_attention_heads * (1 if mixer == "standard" else 2)
-    if mixer == "diff_v1" and m.diff_value_width == "2d":
-        d_v = 2 * d
-    return 2.0 * (seq_length + 1) / 2 * heads * (d + d_v)
+    branches, _, d, d_v = head_shape(m, mixer)
+    return 2.0 * (seq_length + 1) / 2 * branches * m.num_attention_heads * (d + d_v)

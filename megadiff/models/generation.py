@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megadiff.kernels.reference import wide
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.mesh import Axis
 
@@ -74,12 +75,12 @@ def generate(
 def gather_vocabulary(logits: Tensor, model: Decoder) -> Tensor:
     """`[b, vocab / tp]` of each rank as `[b, vocab]` everywhere, at least float32, unpadded."""
     tp: Axis = model.mesh.tp
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
+    logits = logits.to(wide(logits.dtype)).contiguous()
     if tp.size > 1:
-        parts = [torch.empty_like(wide) for _ in range(tp.size)]
-        dist.all_gather(parts, wide, group=tp.group)
-        wide = torch.cat(parts, -1)
-    return wide[:, : model.vocab_size]
+        parts = [torch.empty_like(logits) for _ in range(tp.size)]
+        dist.all_gather(parts, logits, group=tp.group)
+        logits = torch.cat(parts, -1)
+    return logits[:, : model.vocab_size]
 
 
 def next_token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

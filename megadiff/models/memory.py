@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from megadiff.config import DELTA_MIXERS, Config, ModelConfig, TokenMixer, data_parallel_size
+from megadiff.models.attention import head_shape
 from megadiff.models.build import Model, build_model
 from megadiff.parallel.embedding import padded_vocab_size
 from megadiff.parallel.mesh import Axis, ParallelMesh
@@ -154,11 +155,9 @@ def layer_elements(
         keys, values = (m.delta_heads * width // tp for width in m.delta_widths)
         # q and k projected, convolved and normalised; v projected and convolved; gate, output, norm
         return around + tokens * (6 * keys + 6 * values)
-    branches = 1 if mixer == "standard" else 2
-    d = m.head_width(mixer)
-    d_v = 2 * d if mixer == "diff_v1" and m.diff_value_width == "2d" else d
+    branches, key_branches, d, d_v = head_shape(m, mixer)
     heads, groups = m.num_attention_heads // tp, max(1, m.query_groups // tp)
-    q, k = branches * heads * d, groups * d * (2 if mixer == "diff_v1" else 1)
+    q, k = branches * heads * d, key_branches * groups * d
     v, o = groups * d_v, heads * d_v
     if mixer == "diff_v2":  # lambda's columns, padded
         v += -(-heads // 64) * 64

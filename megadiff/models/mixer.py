@@ -1,14 +1,24 @@
-"""What the block and the decoder expect of a token mixer."""
+"""What the block and the decoder expect of a token mixer, and what mixers and MLP share."""
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
 
+from megadiff.config import ModelConfig, TokenMixer
 from megadiff.models.geometry import Geometry
+from megadiff.parallel.parameter import Init
+
+
+def output_init(config: ModelConfig) -> Init:
+    """Of the layers that add to the residual stream: the smaller the deeper the model."""
+    return Init(config.init_method_std / math.sqrt(2 * config.num_layers))
 
 
 class Mixer(nn.Module):
     """Mixes tokens: `[b, s, hidden]` to the same (under sequence parallelism, this rank's part)."""
+
+    kind: TokenMixer
 
     mean_lambda: Tensor | None = None
     """Differential mixers: mean lambda over this rank's heads in the last forward pass."""

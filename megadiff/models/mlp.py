@@ -1,6 +1,5 @@
 """The MLP of a block: SwiGLU with gate and up in one product, or GELU."""
 
-import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
 from megadiff.kernels import swiglu
+from megadiff.models.mixer import output_init
 from megadiff.parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init
@@ -28,16 +28,8 @@ class MLP(nn.Module):
         outputs = [Output(n, ffn, ffn, init) for n in names]
         self.gated, self.recompute = config.swiglu, False
         self.up = ColumnParallelLinear(hidden, outputs, mesh, name, bias=bias, **factory)
-        self.down = RowParallelLinear(
-            ffn,
-            hidden,
-            ffn,
-            mesh,
-            f"{name}.down",
-            init=Init(config.init_method_std / math.sqrt(2 * config.num_layers)),
-            bias=bias,
-            **factory,
-        )
+        factory |= {"bias": bias, "init": output_init(config)}
+        self.down = RowParallelLinear(ffn, hidden, ffn, mesh, f"{name}.down", **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)

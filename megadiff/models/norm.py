@@ -1,17 +1,19 @@
 """The norms of the blocks, on whole sequences or on their shards."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.config import ModelConfig
 from megadiff.kernels import add_rms_norm, layer_norm
+from megadiff.kernels.reference import wide
 from megadiff.parallel.apex import everywhere, find_apex_rms_norm, milliseconds
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.linear import replicated
 from megadiff.parallel.mesh import ParallelMesh
-from megadiff.parallel.parameter import Init, make_parameter
+from megadiff.parallel.parameter import Init
 from megadiff.parallel.recompute import forget
 
 
@@ -25,38 +27,26 @@ class Norm(nn.Module):
     The weight itself is at least float32 too: it is small, and small updates would be lost below.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: ParallelMesh,
-        name: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, name: str, **factory: Any) -> None:
         super().__init__()
         self.epsilon, self.mesh, self.recompute = config.norm_epsilon, mesh, False
         self.layer_norm = config.normalization == "LayerNorm"
         self.add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm  # or Apex's
-        wide = torch.promote_types(dtype, torch.float32)
-        shape = (config.hidden_size,)
-        section = replicated(f"{name}.weight", shape, "vector", Init(mean=1.0), mesh.tp)
-        self.weight = make_parameter(shape, [section], dtype=wide, device=device)
+        factory["dtype"] = wide(factory["dtype"])
+        shape, ones = (config.hidden_size,), Init(mean=1.0)
+        self.weight = replicated(f"{name}.weight", shape, "vector", ones, mesh.tp, **factory)
         self.bias = None
         if self.layer_norm:
-            section = replicated(f"{name}.bias", shape, "vector", Init(), mesh.tp)
-            self.bias = make_parameter(shape, [section], dtype=wide, device=device)
+            self.bias = replicated(f"{name}.bias", shape, "vector", Init(), mesh.tp, **factory)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + y, norm(x + y)); without y (x, norm(x))."""
-        parameters: Sequence[Tensor] = (
-            [self.weight] if self.bias is None else [self.weight, self.bias]
-        )
+        parameters: Sequence[Tensor] = [p for p in (self.weight, self.bias) if p is not None]
         if self.mesh.sequence_parallel:  # each rank sees only its part of the sequence
             parameters = sum_gradients(self.mesh.tp, *parameters)
         if self.layer_norm:
             x = x if y is None else x + y
-            normed = layer_norm(x, parameters[0], parameters[1], self.epsilon)
+            normed = layer_norm(x, *parameters, eps=self.epsilon)
         else:
             x, normed = self.add_rms_norm(x, y, parameters[0], self.epsilon)
         if self.recompute:

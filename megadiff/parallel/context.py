@@ -87,6 +87,34 @@ def _cumulative(lengths: Tensor) -> Tensor:
     return torch.cat([zero, lengths.cumsum(0, dtype=lengths.dtype)]).int()
 
 
+def attend_documents(
+    operator: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *lam: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """An attention `operator` of `megadiff.kernels` over `[b, s, heads, width]`.
+
+    `cu_seqlens` cut the `b * s` queries and the keys into documents; None without them. lam is a
+    scalar, `[h]` or `[b, s, h]`.
+    """
+    if cu_seqlens_q is None:
+        return operator(q, k, v, *lam, **options)
+    y = operator(
+        *(t.flatten(0, 1) if t.dim() > 1 else t for t in (q, k, v, *lam)),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=k.shape[1],
+        **options,
+    )
+    return y.unflatten(0, q.shape[:2])
+
+
 def attend_in_context(
     operator: Callable[..., Tensor],
     q: Tensor,
@@ -96,11 +124,7 @@ def attend_in_context(
     context: Context,
     **options: Any,
 ) -> Tensor:
-    """An attention `operator` of `megadiff.kernels` over sequences that `cp` ranks share.
-
-    q, k, v are this rank's `[b, s / cp, heads, width]`; lam a scalar, `[h]` or `[b, s / cp, h]`.
-    Returns this rank's `[b, s / cp, h, d_v]`.
-    """
+    """The same over sequences that `cp` ranks share; all tensors are this rank's `s / cp`."""
     shapes = k.shape[2:], v.shape[2:]
     both = torch.cat([k.flatten(2), v.flatten(2)], dim=-1)  # one message for keys and values
     both = natural_order(gather_sequence(both, context.cp), context.cp)
@@ -108,22 +132,12 @@ def attend_in_context(
     k, v = k.unflatten(-1, shapes[0]), v.unflatten(-1, shapes[1])
     outputs = []
     for chunk in context.chunks:
-        rows = [t.narrow(1, chunk.start, chunk.length) if t.dim() > 1 else t for t in (q, *lam)]
-        keys, values = k[:, : chunk.keys], v[:, : chunk.keys]
-        if chunk.cu_seqlens_q is None:
-            outputs.append(operator(rows[0], keys, values, *rows[1:], **options))
-            continue
-        flat = [t.flatten(0, 1) if t.dim() > 1 else t for t in rows]
-        y = operator(
-            flat[0],
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            *flat[1:],
-            cu_seqlens_q=chunk.cu_seqlens_q,
-            cu_seqlens_k=chunk.cu_seqlens_k,
-            max_seqlen_q=chunk.length,
-            max_seqlen_k=chunk.keys,
-            **options,
+        mine, *own_lam = (
+            t.narrow(1, chunk.start, chunk.length) if t.dim() > 1 else t for t in (q, *lam)
         )
-        outputs.append(y.unflatten(0, (q.shape[0], chunk.length)))
+        keys, values = k[:, : chunk.keys], v[:, : chunk.keys]
+        documents = {"cu_seqlens_q": chunk.cu_seqlens_q, "cu_seqlens_k": chunk.cu_seqlens_k}
+        outputs.append(
+            attend_documents(operator, mine, keys, values, *own_lam, **documents, **options)
+        )
     return torch.cat(outputs, dim=1)

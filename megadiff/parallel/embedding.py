@@ -1,12 +1,13 @@
 """Embeddings: of the vocabulary, sharded over its rows, and of learned positions, replicated."""
 
-import torch
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadiff.parallel import collectives
 from megadiff.parallel.linear import replicated
-from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import Init, Section, make_parameter
 
 
@@ -18,23 +19,19 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
 
 def vocab_parallel_weight(
     name: str,
-    vocab_size: int,
-    hidden_size: int,
-    mesh: ParallelMesh,
+    shape: tuple[int, int],
+    tp: Axis,
     *,
     divisible_by: int,
     init: Init,
-    tie: str | None = None,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    **factory: Any,
 ) -> nn.Parameter:
-    """This rank's rows of a `[vocab, hidden]` matrix; rows past the vocabulary are zero padding."""
-    rows = padded_vocab_size(vocab_size, divisible_by, mesh.tp.size) // mesh.tp.size
-    offset = mesh.tp.rank * rows
-    length = min(max(vocab_size - offset, 0), rows)
-    shape = (vocab_size, hidden_size)
+    """This rank's rows of a matrix `[vocab, hidden]`; rows past the vocabulary are zero padding."""
+    rows = padded_vocab_size(shape[0], divisible_by, tp.size) // tp.size
+    offset = tp.rank * rows
+    length = min(max(shape[0] - offset, 0), rows)
     sections = [Section(name, shape, 0, length, offset, "embedding", init)] if length else []
-    return make_parameter((rows, hidden_size), sections, tie=tie, dtype=dtype, device=device)
+    return make_parameter((rows, shape[1]), sections, **factory)
 
 
 def vocab_parallel_embedding(tokens: Tensor, weight: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -54,24 +51,14 @@ def vocab_parallel_embedding(tokens: Tensor, weight: Tensor, mesh: ParallelMesh)
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions, added to `[b, s, hidden]` (or to this rank's part of it)."""
+    """Learned positions, `[positions, hidden]`, added to `[b, s, hidden]` or this rank's part."""
 
     def __init__(
-        self,
-        max_positions: int,
-        hidden_size: int,
-        mesh: ParallelMesh,
-        name: str,
-        *,
-        init: Init,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, shape: tuple[int, int], mesh: ParallelMesh, name: str, init: Init, **factory: Any
     ) -> None:
         super().__init__()
         self.mesh = mesh
-        shape = (max_positions, hidden_size)
-        section = replicated(f"{name}.weight", shape, "embedding", init, mesh.tp)
-        self.weight = make_parameter(shape, [section], dtype=dtype, device=device)
+        self.weight = replicated(f"{name}.weight", shape, "embedding", init, mesh.tp, **factory)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`positions` `[b, s]` of the whole sequence."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megadiff.parallel import collectives
 from megadiff.parallel.mesh import Axis, ParallelMesh
-from megadiff.parallel.parameter import Group, Init, Section, make_parameter
+from megadiff.parallel.parameter import Group, Init, Section, make_parameter, record_of
 from megadiff.parallel.recompute import Again, kept_for
 
 
@@ -27,29 +27,46 @@ class Output:
     features: int
     parts: int
     init: Init
-    group: Group = "matrix"
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This rank's range of a sharded dim."""
+def shard(features: int, parts: int, axis: Axis) -> tuple[int, int, int, int]:
+    """This rank's range of `features`, which consist of `parts` equal indivisible units.
 
-    offset: int
-    length: int
-    copies: int = 1
-    copy_index: int = 0
-
-
-def shard(features: int, parts: int, axis: Axis) -> Shard:
-    """This rank's range of `features`, which consist of `parts` equal indivisible units."""
+    Its offset and length; how many ranks hold copies of it, and which of them this one is.
+    """
     if parts % axis.size == 0:
         length = features // axis.size
-        return Shard(axis.rank * length, length)
+        return axis.rank * length, length, 1, 0
     if axis.size % parts:
         raise ValueError(f"{parts} parts can not be split over {axis.size} tensor-parallel ranks")
     copies = axis.size // parts
     length = features // parts
-    return Shard(axis.rank // copies * length, length, copies, axis.rank % copies)
+    return axis.rank // copies * length, length, copies, axis.rank % copies
+
+
+GlobalTensor = tuple[str, tuple[int, ...], int, Group, Init]
+"""Name, shape, number of indivisible parts along dim 0, group, initial values."""
+
+
+def sharded(
+    tensors: Sequence[GlobalTensor], tp: Axis, pad_to: int = 1, **factory: Any
+) -> nn.Parameter:
+    """This rank's rows of `tensors`, one behind the other; zeros fill up a multiple of `pad_to`."""
+    sections, start = [], 0
+    for name, shape, parts, group, init in tensors:
+        offset, length, *copies = shard(shape[0], parts, tp)
+        sections.append(Section(name, shape, start, length, offset, group, init, *copies))
+        start += length
+    rows = -(-start // pad_to) * pad_to
+    return make_parameter((rows, *sections[0].shape[1:]), sections, **factory)
+
+
+def replicated(
+    name: str, shape: Sequence[int], group: Group, init: Init, tp: Axis, **factory: Any
+) -> nn.Parameter:
+    """A parameter that every tensor-parallel rank holds whole."""
+    section = Section(name, tuple(shape), 0, shape[0], 0, group, init, tp.size, tp.rank)
+    return make_parameter(shape, [section], **factory)
 
 
 class Products:
@@ -107,30 +124,25 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool = False,
         pad_to: int = 1,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.tp, self.copies, self.products = mesh.tp, mesh.tp_copies, Products()
         self.sequence_parallel = mesh.sequence_parallel
-        shards = [shard(o.features, o.parts, mesh.tp) for o in outputs]
-        self.widths = [s.length for s in shards]
-        width = sum(self.widths)
-        self.padding = -width % pad_to
-        weights, biases, start = [], [], 0
-        for o, s in zip(outputs, shards, strict=True):
-            place = (start, s.length, s.offset)
-            copies = (s.copies, s.copy_index)
-            section = f"{name}.{o.name}" if o.name else name
-            shape = (o.features, in_features)
-            weights.append(Section(f"{section}.weight", shape, *place, o.group, o.init, *copies))
-            biases.append(Section(f"{section}.bias", shape[:1], *place, "vector", Init(), *copies))
-            start += s.length
-        copied = [s for s in weights if s.copies > 1]
+        weights: list[GlobalTensor] = [
+            (f"{name}.{o.name}.weight", (o.features, in_features), o.parts, "matrix", o.init)
+            for o in outputs
+        ]
+        biases: list[GlobalTensor] = [
+            (f"{name}.{o.name}.bias", (o.features,), o.parts, "vector", Init()) for o in outputs
+        ]
+        self.weight = sharded(weights, mesh.tp, pad_to, **factory)
+        self.bias = sharded(biases, mesh.tp, pad_to, **factory) if bias else None
+        sections = record_of(self.weight).sections
+        self.widths = [s.length for s in sections]
+        self.padding = len(self.weight) - sum(self.widths)
+        copied = [s for s in sections if s.copies > 1]
         self.copied = (copied[0].start, sum(s.length for s in copied)) if copied else None
-        rows, factory = width + self.padding, {"dtype": dtype, "device": device}
-        self.weight = make_parameter((rows, in_features), weights, **factory)
-        self.bias = make_parameter((rows,), biases, **factory) if bias else None
         if copied and bias:
             raise ValueError(f"{name}: a bias on copied key/value groups is not supported")
 
@@ -162,21 +174,19 @@ class RowParallelLinear(nn.Module):
         *,
         init: Init,
         bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = mesh.tp, mesh.sequence_parallel
         self.products = Products()
-        s = shard(in_features, parts, mesh.tp)
+        offset, length, *_ = shard(in_features, parts, mesh.tp)
         shape = (out_features, in_features)
-        section = Section(f"{name}.weight", shape, 0, s.length, s.offset, "matrix", init)
-        factory = {"dtype": dtype, "device": device}
-        self.weight = make_parameter((out_features, s.length), [section], dim=1, **factory)
+        section = Section(f"{name}.weight", shape, 0, length, offset, "matrix", init)
+        self.weight = make_parameter((out_features, length), [section], dim=1, **factory)
         self.bias = None
         if bias:
-            section = replicated(f"{name}.bias", (out_features,), "vector", Init(), mesh.tp)
-            self.bias = make_parameter((out_features,), [section], **factory)
+            shape = (out_features,)
+            self.bias = replicated(f"{name}.bias", shape, "vector", Init(), mesh.tp, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -190,11 +200,6 @@ class RowParallelLinear(nn.Module):
         if self.sequence_parallel:
             (bias,) = collectives.sum_gradients(self.tp, bias)
         return y + bias
-
-
-def replicated(name: str, shape: Sequence[int], group: Group, init: Init, tp: Axis) -> Section:
-    """The section of a parameter that every tensor-parallel rank holds whole."""
-    return Section(name, tuple(shape), 0, shape[0], 0, group, init, tp.size, tp.rank)
 
 
 class _Product(torch.autograd.Function):

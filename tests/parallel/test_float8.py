@@ -85,7 +85,7 @@ def test_a_layer_is_bitwise_torchaos_own(row: bool) -> None:
             WIDTH, FEATURES, 1, ParallelMesh(), "layer", init=Init(), **factory
         )
     else:
-        outputs = [Output("", FEATURES, 1, Init())]
+        outputs = [Output("out", FEATURES, 1, Init())]
         ours = ColumnParallelLinear(WIDTH, outputs, ParallelMesh(), "layer", **factory)
     theirs = nn.Sequential(nn.Linear(WIDTH, FEATURES, bias=False, **factory))
     with torch.no_grad():
