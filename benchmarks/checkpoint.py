@@ -81,7 +81,7 @@ def main() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     load(path, tensors)
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     result["load"] = size / (time.perf_counter() - start) / 1e9
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     result["load_more_memory_bytes"] = 1024 * grown
@@ -117,7 +117,7 @@ def step_seconds(device: torch.device) -> float:
     start = time.perf_counter()
     for _ in range(2000 if device.type == "cuda" else 5):
         a = (a @ a).tanh()
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     return time.perf_counter() - start
 
 
@@ -147,11 +147,6 @@ def forget(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def name_of(device: torch.device) -> str:

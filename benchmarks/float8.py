@@ -79,8 +79,7 @@ def block_ms(preset: str, shape: tuple[int, int], steps: int, kind: str, device:
             for parameter in model.parameters():
                 parameter.grad = None
             model(x, positions).backward(grad)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(device).synchronize()
         times.append(1000 * (time.perf_counter() - begin) / steps / LAYERS)
     return statistics.median(times[1:])
 

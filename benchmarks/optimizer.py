@@ -126,12 +126,11 @@ def measure(args: argparse.Namespace, config: OptimizerConfig) -> dict[str, floa
 
 def timed(function: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds that `function` takes, its work on the device included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
     start = time.perf_counter()
     function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize()
     return 1000 * (time.perf_counter() - start)
 
 

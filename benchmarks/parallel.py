@@ -273,8 +273,7 @@ def train(row: Row, flags: list[str]) -> dict[str, Any]:
     def step() -> None:
         engine.forward_backward(batches, tokens)
         engine.step(1e-4, 0.1)
-        if env.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(env.device).synchronize()
 
     before, measured = row.steps
     for _ in range(before):  # compilation, communicators, the allocator

@@ -62,16 +62,17 @@ def measure(operator: Operator, inputs: list[Tensor], repeat: int) -> tuple[floa
     """Median seconds of forward and backward, and the peak of memory in GiB (of a GPU)."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     device = inputs[0].device
+    synchronize = torch.get_device_module(device).synchronize
 
     def once() -> float:
         for x in inputs:
             x.grad = None
-        _wait(device)
+        synchronize()
         begin = time.perf_counter()
         result = operator(*inputs)
         out = result[0] if isinstance(result, tuple) else result
         out.backward(torch.ones_like(out))
-        _wait(device)
+        synchronize()
         return time.perf_counter() - begin
 
     once()  # compiles and tunes
@@ -80,11 +81,6 @@ def measure(operator: Operator, inputs: list[Tensor], repeat: int) -> tuple[floa
     seconds = statistics.median(once() for _ in range(repeat))
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     return seconds, peak
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main() -> None:

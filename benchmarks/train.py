@@ -17,8 +17,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +99,7 @@ class Result:
             "share_of_989": self.flops_per_second / PEAK,
         }
         values = vars(self) | rates
-        return values | {"budget": None if self.budget is None else self.budget.json()}
+        return values | {"budget": self.budget and vars(self.budget)}
 
 
 class RandomTokens:
@@ -244,14 +243,14 @@ def measure_peer(model: str, a: argparse.Namespace, flags: list[str]) -> Result:
 
     def steps(number: int) -> float:
         nonlocal loss
-        wait(device)
+        torch.get_device_module(device).synchronize()
         begin = time.perf_counter()
         for _ in range(number):
             loss = forward(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        wait(device)
+        torch.get_device_module(device).synchronize()
         return (time.perf_counter() - begin) / number
 
     steps(a.warmup)
@@ -270,24 +269,9 @@ def measure_peer(model: str, a: argparse.Namespace, flags: list[str]) -> Result:
     )
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-@contextmanager
-def freed() -> Iterator[None]:
-    """What was measured inside leaves no memory to the next model."""
-    yield
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -316,12 +300,15 @@ def main() -> None:
         if not ours and find_spec("transformers") is None:
             print(f"{model:22} needs transformers: pip install 'megadiff[hf]'")
             continue
-        with freed():
-            try:
-                result = (measure_ours if ours else measure_peer)(model, a, flags)
-            except torch.OutOfMemoryError:
-                print(f"{model:22} out of memory", flush=True)
-                continue
+        torch.compiler.reset()  # what the last model left
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            result = (measure_ours if ours else measure_peer)(model, a, flags)
+        except torch.OutOfMemoryError:
+            print(f"{model:22} out of memory", flush=True)
+            continue
         print(result, flush=True)
         if result.budget is not None:
             print(result.budget, flush=True)
