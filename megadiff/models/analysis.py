@@ -47,12 +47,8 @@ def attention_maps(mixer: Attention, x: Tensor, geometry: Geometry) -> Maps:
     q, k, v, *logits = mixer.heads(x, geometry)
     q, k = (t[0].to(wide(t.dtype)) for t in (q, k))  # [n, heads, width]
     branches = 2 if isinstance(mixer, (DiffAttentionV1, DiffAttentionV2)) else 1
-    groups, own_keys = v.shape[2], k.shape[1] != v.shape[2]
-    heads = q.shape[1] // branches
-    if own_keys:  # pair i reads both keys of its group
-        k = k.unflatten(1, (groups, 2)).repeat_interleave(heads // groups, 1).flatten(1, 2)
-    else:
-        k = k.repeat_interleave(q.shape[1] // groups, 1)
+    heads, of_group = q.shape[1] // branches, k.unflatten(1, (v.shape[2], -1))
+    k = of_group.repeat_interleave(q.shape[1] // k.shape[1], 1).flatten(1, 2)
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
     later = torch.ones(scores.shape[1:], dtype=torch.bool, device=x.device).triu(1)
     scores = scores.masked_fill(later, -torch.inf)

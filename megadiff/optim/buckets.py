@@ -162,13 +162,11 @@ class Buckets:
         if self._finished:
             return
         self._finished = True
-        for bucket in self.buckets:
-            if not bucket.reduced:
-                for slot in bucket.slots:
-                    _collect(slot)
-                    if slot.empty:
-                        slot.gradient.zero_()
         for bucket in self.buckets[self._next :]:
+            for slot in bucket.slots:
+                _collect(slot)
+                if slot.empty:
+                    slot.gradient.zero_()
             self._reduce(bucket)
         self._next = len(self.buckets)
         for bucket in self.buckets:

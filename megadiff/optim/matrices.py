@@ -74,10 +74,10 @@ class WholeMatrices:
 
     def _exchange_offsets(self) -> None:
         """Learn which block of each matrix the other tensor-parallel ranks hold."""
-        own = [(m.section.name, m.section.offset, m.section.length) for m in self._matrices]
+        own = [(m.section.offset, m.section.length) for m in self._matrices]
         for matrix, blocks in zip(self._matrices, self._tensor.gather_objects(own), strict=True):
-            matrix.offsets = [offset for _, offset, _ in blocks]
-            held = sum(length for _, length in {(o, n) for _, o, n in blocks})
+            matrix.offsets = [offset for offset, _ in blocks]
+            held = sum(length for _, length in set(blocks))
             if held != matrix.shape[matrix.dim]:
                 raise ValueError(
                     f"{matrix.section.name} {matrix.shape}: the ranks of the tensor-parallel group "

@@ -181,12 +181,12 @@ def flat_sections(slot: Slot) -> Iterator[tuple[int, int, Section]]:
 
 def owned_ranges(
     bucket: Bucket, treatment: Callable[[Section], Treatment]
-) -> Iterator[tuple[Treatment, int, int]]:
+) -> list[tuple[Treatment, int, int]]:
     """The ranges `[start, end)` of a bucket that this rank owns, ascending.
 
     A range may cross alignment (zeros, which every rule leaves zero) but no parameter's padding.
     """
-    current: tuple[Treatment, int, int] | None = None
+    ranges: list[tuple[Treatment, int, int]] = []
     covered = 0  # up to here every element of the bucket belongs to a section or is alignment
     for slot in bucket.slots:
         for begin, finish, section in flat_sections(slot):
@@ -197,13 +197,10 @@ def owned_ranges(
             if start >= end:
                 continue
             how = treatment(section)
-            if current and touches and current[0] == how:
-                current = (how, current[1], end)
-                continue
-            if current:
-                yield current
-            current = (how, start, end)
+            if ranges and touches and ranges[-1][0] == how:
+                ranges[-1] = (how, ranges[-1][1], end)
+            else:
+                ranges.append((how, start, end))
         if covered == slot.end:
             covered = slot.next_start
-    if current:
-        yield current
+    return ranges

@@ -25,7 +25,7 @@ def milliseconds(
         for _ in range(repeats + 3):
             begin = time.perf_counter()
             function()
-            torch.get_device_module(device).synchronize()
+            torch.get_device_module(device).synchronize(device)
             times.append(1000 * (time.perf_counter() - begin))
         medians.append(statistics.median(times[3:]))
     means = torch.tensor(medians, device=device)
