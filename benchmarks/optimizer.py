@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def measure(args: argparse.Namespace, config: OptimizerConfig) -> dict[str, floa
 
 def timed(function: Callable[[], Any], device: torch.device) -> float:
     """Milliseconds that `function` takes, its work on the device included."""
-    synchronize = torch.get_device_module(device).synchronize
+    synchronize = partial(torch.get_device_module(device).synchronize, device)
     synchronize()
     start = time.perf_counter()
     function()

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def measure(operator: Operator, inputs: list[Tensor], repeat: int) -> tuple[floa
     """Median seconds of forward and backward, and the peak of memory in GiB (of a GPU)."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     device = inputs[0].device
-    synchronize = torch.get_device_module(device).synchronize
+    synchronize = partial(torch.get_device_module(device).synchronize, device)
 
     def once() -> float:
         for x in inputs:

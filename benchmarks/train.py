@@ -243,14 +243,14 @@ def measure_peer(model: str, a: argparse.Namespace, flags: list[str]) -> Result:
 
     def steps(number: int) -> float:
         nonlocal loss
-        torch.get_device_module(device).synchronize()
+        torch.get_device_module(device).synchronize(device)
         begin = time.perf_counter()
         for _ in range(number):
             loss = forward(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        torch.get_device_module(device).synchronize()
+        torch.get_device_module(device).synchronize(device)
         return (time.perf_counter() - begin) / number
 
     steps(a.warmup)
