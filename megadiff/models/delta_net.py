@@ -47,15 +47,19 @@ class Heads:
     A_log: Tensor | None  # [heads], as is dt_bias
     dt_bias: Tensor | None
 
+    @property
+    def widths(self) -> list[int]:
+        """Channels of q, k and v."""
+        key_width, value_width = self.config.delta_widths
+        return [self.count * width for width in (key_width, key_width, value_width)]
+
     def share(self, rank: int, size: int) -> "Heads":
         """One of `size` equal shares of the heads."""
-        key_width, value_width = self.config.delta_widths
 
         def channels(x: Tensor | None) -> Tensor | None:
             if x is None:
                 return None
-            sections = x.split([self.count * w for w in (key_width, key_width, value_width)])
-            return torch.cat([section.chunk(size)[rank] for section in sections])
+            return torch.cat([section.chunk(size)[rank] for section in x.split(self.widths)])
 
         def heads(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.chunk(size)[rank]
@@ -100,8 +104,7 @@ class Heads:
             )
         elif silu:
             qkv = F.silu(qkv)
-        key_width, value_width = self.config.delta_widths
-        q, k, v = qkv.split([self.count * w for w in (key_width, key_width, value_width)], -1)
+        q, k, v = qkv.split(self.widths, -1)
         o, memory = delta_rule(
             self._query_or_key(q),
             self._query_or_key(k),
@@ -212,8 +215,7 @@ class DeltaNet(Mixer):
         if geometry.context is not None:
             o = self._mix_in_context(heads, parts, geometry.context.cp, geometry.cu_seqlens)
         else:
-            key_width, value_width = self.config.delta_widths
-            qkv = y[..., : self.heads * (2 * key_width + value_width)]
+            qkv = y[..., : sum(heads.widths)]
             tokens = heads.tokens(qkv, parts.get("beta"), parts.get("decay"))
             if cache is not None:
                 o = cache.advance(heads.mix, tokens, geometry.positions)
@@ -234,10 +236,8 @@ class DeltaNet(Mixer):
         mixed = [name for name in self.names if name != "gate"]
         per_head = [parts[name].unflatten(-1, (self.heads, -1)) for name in mixed]
         exchanged = sequence_to_heads(torch.cat(per_head, -1), cp)  # one message for all of them
-        widths = [x.shape[-1] for x in per_head]
-        whole = {
-            name: x.flatten(2) for name, x in zip(mixed, exchanged.split(widths, -1), strict=True)
-        }
+        pieces = exchanged.split([x.shape[-1] for x in per_head], -1)
+        whole = {name: piece.flatten(2) for name, piece in zip(mixed, pieces, strict=True)}
         qkv = torch.cat([whole[name] for name in ("q", "k", "v")], -1)
         tokens = share.tokens(qkv, whole.get("beta"), whole.get("decay"))
         o, _ = share.mix(tokens, State(), cu_seqlens)
