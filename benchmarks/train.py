@@ -154,7 +154,7 @@ def measure_ours(model: str, a: argparse.Namespace, flags: list[str]) -> Result:
     size = model_size(config.model, t.seq_length)
     pin = env.device.type == "cuda"
     batches = Batches(RandomTokens(config), "random", config, env.mesh.dp, None, pin)
-    data = RunData(batches, None, None, 0, 0, {}, {})
+    data = RunData(batches, {}, None, {})
     schedule = make_schedule(
         config.optimizer, train_samples=1 << 40, global_batch_size=t.global_batch_size
     )

@@ -139,10 +139,11 @@ def held_out_pairs(flags: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Every (token, next token) that the validation loss of a run with `flags` is a mean over."""
     config = load_config(flags)
     data = build_data(config, Axis(), set_vocabulary(config))
-    assert data.valid is not None and config.training.global_batch_size is not None
-    steps = data.valid.once(data.valid_samples, config.training.global_batch_size)
+    assert config.training.global_batch_size is not None
+    valid, samples = data.valid["validation"]
+    steps = valid.once(samples, config.training.global_batch_size)
     batches = [batch for step in steps for batch in step]
-    for batches_of in (data.train, data.valid):
+    for batches_of in (data.train, valid):
         batches_of.close()
     before, scored = (
         np.concatenate([getattr(b, name)[b.loss_mask > 0].numpy() for b in batches])

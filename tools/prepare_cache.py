@@ -33,10 +33,11 @@ def prepare(run_flags: list[str]) -> int:
     if config.data.data_cache_path is None:
         raise DataError("give --data-cache-path, where the run will look for the indices")
     data = build_data(config, Axis(), set_vocabulary(config))
-    sets = {"train": data.train, "valid": data.valid, "test": data.test}
-    sets |= {name: batches for name, (batches, _) in data.named.items()}
-    for name, batches in sets.items():
-        print(f"{name}: {'none' if batches is None else f'{len(batches.dataset)} samples'}")
+    sets = {"train": (data.train, 0), "valid": data.valid.pop("validation", None)}
+    sets |= {"test": data.test}
+    sets |= {name.removeprefix("validation/"): found for name, found in data.valid.items()}
+    for name, found in sets.items():
+        print(f"{name}: {'none' if found is None else f'{len(found[0].dataset)} samples'}")
     return 0
 
 

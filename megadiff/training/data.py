@@ -112,16 +112,17 @@ class Batches(BatchLoader):
             )
 
 
+Evaluated = tuple[Batches, int]
+"""What an evaluation reads: the first so many samples."""
+
+
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads. An evaluation reads the first `valid_samples` or `test_samples` samples."""
+    """What a run reads; in `valid` are `validation`, and `validation/NAME` for further sets."""
 
     train: Batches
-    valid: Batches | None
-    test: Batches | None
-    valid_samples: int
-    test_samples: int
-    named: dict[str, tuple[Batches, int]]  # more validation sets: what they read, how many samples
+    valid: dict[str, Evaluated]
+    test: Evaluated | None
     identity: dict[str, Any]
 
 
@@ -170,20 +171,21 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
             f"the training data hold {len(train)} samples, fewer than the run's {t.total_samples}: "
             "prefixes without weights are read once; give each a weight to read them again"
         )
-
-    batches = partial(Batches, config=config, dp=dp, eod=eod, pin_memory=pin_memory)
-    named = {}
+    sets = {"validation": valid, "test": test}
     for name, words in _named_sets(d.valid_data_sets).items():
-        dataset = build(samples=(0, evaluated(words), 0), valid_data_path=words)[1]
-        if dataset is not None:
-            named[name] = (batches(dataset, name), min(wanted, len(dataset)))
+        sets[f"validation/{name}"] = build(samples=(0, evaluated(words), 0), valid_data_path=words)[
+            1
+        ]
+    batches = partial(Batches, config=config, dp=dp, eod=eod, pin_memory=pin_memory)
+    there = {
+        name: (batches(dataset, name), min(wanted, len(dataset)))
+        for name, dataset in sets.items()
+        if dataset is not None
+    }
     return RunData(
         train=batches(train, "training"),
-        valid=None if valid is None else batches(valid, "validation"),
-        test=None if test is None else batches(test, "test"),
-        valid_samples=0 if valid is None else min(wanted, len(valid)),
-        test_samples=0 if test is None else min(wanted, len(test)),
-        named=named,
+        test=there.pop("test", None),
+        valid=there,
         identity=data_identity(config, train),
     )
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megadiff.checkpoint.state import Tensors, module_tensors
 from megadiff.config import Config, ConfigError, OptimizerConfig, data_parallel_size
+from megadiff.data.errors import need_library
 from megadiff.data.loader import MicroBatch
 from megadiff.models.build import build_model
 from megadiff.optim.groups import group_rule
@@ -187,13 +188,7 @@ class _ModelParallelUnit:
 
 
 def _load_library() -> Any:
-    try:
-        import deepspeed
-        import deepspeed.ops
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--deepspeed needs the library: pip install 'megadiff[deepspeed]'"
-        ) from None
+    deepspeed = need_library("deepspeed", "--deepspeed", "deepspeed")
     # Its shared-memory collectives for CPUs compile for minutes at first use; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator: Any = deepspeed.get_accelerator()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megadiff.config import Config, ConfigError, to_dict, to_yaml
+from megadiff.data.errors import need_library
 
 
 class RunLog:
@@ -113,13 +114,7 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start_wandb(config: Config) -> Any:
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--wandb-project needs the library wandb: pip install 'megadiff[wandb]'"
-        ) from None
     settings = config.logging
-    return wandb.init(
+    return need_library("wandb", "--wandb-project", "wandb").init(
         project=settings.wandb_project, name=settings.wandb_exp_name, config=to_dict(config)
     )

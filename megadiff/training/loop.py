@@ -97,7 +97,8 @@ def train(run: Run, progress: Progress) -> str:
         run.save(progress, False)
     if reason is None:
         validate(run, progress)
-        evaluate(run, progress, "test", run.data.test, run.data.test_samples)
+        if run.data.test is not None:
+            evaluate(run, progress, "test", *run.data.test)
     return reason or "finished"
 
 
@@ -216,22 +217,17 @@ def _log_interval(
 
 
 def validate(run: Run, progress: Progress) -> None:
-    """Evaluate the validation samples, and the further sets that have names of their own."""
-    evaluate(run, progress, "validation", run.data.valid, run.data.valid_samples)
-    for name, (batches, samples) in run.data.named.items():
-        evaluate(run, progress, f"validation/{name}", batches, samples)
+    """Evaluate the validation sets."""
+    for name, evaluated in run.data.valid.items():
+        evaluate(run, progress, name, *evaluated)
 
 
-def evaluate(
-    run: Run, progress: Progress, name: str, batches: Batches | None, samples: int
-) -> None:
-    """Log the mean token loss over the first `samples`, exact over all ranks, if there are any.
+def evaluate(run: Run, progress: Progress, name: str, batches: Batches, samples: int) -> None:
+    """Log the mean token loss over the first `samples`, exact over all ranks.
 
     Every evaluation of a run reads the same samples. A signal ends it early, without a result.
     """
     size = run.config.training.global_batch_size
-    if batches is None or samples == 0:
-        return
     assert size is not None
     total, tokens = torch.zeros((), dtype=torch.float64, device=run.env.device), 0
     for step in batches.once(samples, size):

@@ -197,6 +197,6 @@ def describe(size: ModelSize, memory: Memory, data: RunData, env: Environment, l
     )
     log.line(f" memory: about {memory} on the fullest rank")
     parts = [f"{len(data.train.dataset):,} training"]
-    parts += [f"{data.valid_samples:,} validation"] if data.valid else []
-    parts += [f"{data.test_samples:,} test"] if data.test else []
+    sets = {"validation": data.valid.get("validation"), "test": data.test}
+    parts += [f"{found[1]:,} {name}" for name, found in sets.items() if found is not None]
     log.line(f" data: {', '.join(parts)} samples of {data.train.seq_length} tokens")

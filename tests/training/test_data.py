@@ -28,7 +28,7 @@ def test_an_evaluation_reads_every_sample_once(samples: int, tmp_path: Path) -> 
         rows = []
         for rank in range(size):
             _, data = prepare(argv, Axis(rank=rank, size=size))
-            for batches in data.valid.once(samples, 8):
+            for batches in data.valid["validation"][0].once(samples, 8):
                 assert len(batches) == 8 // size // 2
                 for batch in batches:
                     rows += batch.tokens[batch.loss_mask.bool().all(1)].tolist()
@@ -74,8 +74,8 @@ def test_validation_sets_by_name(tmp_path: Path) -> None:
     prefix = write_data(tmp_path)
     argv = flags(prefix, "--valid-data-sets", f"web={prefix}", f"books=0.5,{prefix}")
     _, data = prepare(argv, Axis())
-    assert list(data.named) == ["web", "books"]
-    batches, samples = data.named["web"]
+    assert list(data.valid) == ["validation", "validation/web", "validation/books"]
+    batches, samples = data.valid["validation/web"]
     assert 0 < samples <= len(batches.dataset)
     assert len(list(batches.once(samples, 8))) == -(-samples // 8)
 
