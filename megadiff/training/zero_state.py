@@ -79,22 +79,19 @@ class ZeroState:
 
     def _pieces(self) -> Iterator[StatePiece]:
         """Main weights (which in plain float32 are the parameters) and moments of this rank."""
-        for parameter, key, start, values, write in self._fragments():
-            yield StatePiece(parameter, local_shape(parameter), key, start, values, write)
-
-    def _fragments(self) -> Iterator[tuple[nn.Parameter, str, int, Tensor, bool]]:
-        """(parameter, key, first element, flat values, whether this rank writes them)."""
         keys = ("main_weight", *self.keys)
         if self.stage == 0:  # without partitions
             members = mains = list(self.model.parameters())
             if self.inner is not self.zero:  # 16 bits
                 members, mains = chain(*self.zero.fp16_groups), chain(*self.zero.fp32_groups)
+            write = self.mesh.dp.rank == 0
             for parameter, main in zip(members, mains, strict=True):
                 for key in keys:
                     whole = main.detach() if key == "main_weight" else self.inner.state[main][key]
-                    yield parameter, key, 0, whole.view(-1), self.mesh.dp.rank == 0
+                    yield StatePiece(parameter, parameter.shape, key, 0, whole.view(-1), write)
             return
         for parameter in self.model.parameters():
+            shape = local_shape(parameter)
             if self.stage == 3:
                 for key in keys:
                     flat, _ = self.zero._get_fp32_opt_state_partition(
@@ -102,13 +99,14 @@ class ZeroState:
                     )
                     start, values = stage3_part(parameter, flat, self.mesh)
                     if values.numel():
-                        yield parameter, key, start, values, True
+                        yield StatePiece(parameter, shape, key, start, values, True)
             elif parameter._hp_mapping is not None:  # type: ignore[attr-defined]
                 mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-                start = mapping.lp_fragment_address.start
-                yield parameter, "main_weight", start, mapping.hp_fragment.detach(), True
+                start, main = mapping.lp_fragment_address.start, mapping.hp_fragment.detach()
+                yield StatePiece(parameter, shape, "main_weight", start, main, True)
                 for key in self.keys:
-                    yield parameter, key, start, mapping.get_hp_fragment(key), True
+                    values = mapping.get_hp_fragment(key)
+                    yield StatePiece(parameter, shape, key, start, values, True)
 
     def state_scalars(self) -> dict[str, float]:
         scalars = {"steps": float(self.steps), "updates": float(self.updates)}
