@@ -5,7 +5,7 @@ Hooks are on the modules only while that happens.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -50,7 +50,7 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
     """
     origins: list[Origin] = []
     order = count()
-    handles: list[Any] = []
+    hooks = ExitStack()  # which removes them
 
     @torch.no_grad()  # isfinite takes abs, which recomputation would count as kept for backward
     def look(values: Any, name: str, stage: int, micro_batch: int, backward: bool) -> None:
@@ -62,51 +62,47 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
             origins.append(Origin(*place))
 
     def watch_stage(chunk: nn.Module, stage: int) -> None:
-        micro_batches, inside = 0, False  # forwards of the chunk that have begun, and are not over
+        micro_batches = count()
+        running: int | None = None  # the micro-batch whose forward has begun and is not over
 
         def before_stage(*_: Any) -> None:
-            nonlocal micro_batches, inside
-            micro_batches, inside = micro_batches + 1, True
+            nonlocal running
+            running = next(micro_batches)
 
         def after_stage(*_: Any) -> None:
-            nonlocal inside
-            inside = False
+            nonlocal running
+            running = None
 
         def watch_module(module: nn.Module, name: str) -> None:
             def after_forward(_: nn.Module, inputs: Any, output: Any) -> None:
-                if not inside:  # computed again, within the backward of any micro-batch
+                micro_batch = running
+                if micro_batch is None:  # computed again, within the backward of any micro-batch
                     return
-                micro_batch = micro_batches - 1
                 look(output, name, stage, micro_batch, False)
                 for x in _tensors(inputs):
                     if x.requires_grad:
                         x.register_hook(lambda g: look(g, name, stage, micro_batch, True))
 
-            handles.append(module.register_forward_hook(after_forward))
+            hooks.enter_context(module.register_forward_hook(after_forward))
 
-        handles.append(chunk.register_forward_pre_hook(before_stage))
+        hooks.enter_context(chunk.register_forward_pre_hook(before_stage))
         for name, module in chunk.named_modules():
             watch_module(module, name or "the whole stage")
-        handles.append(chunk.register_forward_hook(after_stage))
+        hooks.enter_context(chunk.register_forward_hook(after_stage))
 
     def watch_parameter(parameter: nn.Parameter, name: str, stage: int) -> None:
         micro_batches = count()  # it gets one gradient from each
+        hooks.enter_context(
+            parameter.register_hook(lambda g: look(g, name, stage, next(micro_batches), True))
+        )
 
-        def with_gradient(gradient: Tensor) -> None:
-            look(gradient, name, stage, next(micro_batches), True)
-
-        handles.append(parameter.register_hook(with_gradient))
-
-    for number, chunk in enumerate(chunks):
-        stage = mesh.pp.rank + number * mesh.pp.size
-        watch_stage(chunk, stage)
-        for name, parameter in chunk.named_parameters():
-            watch_parameter(parameter, name, stage)
-    try:
+    with hooks:
+        for number, chunk in enumerate(chunks):
+            stage = mesh.pp.rank + number * mesh.pp.size
+            watch_stage(chunk, stage)
+            for name, parameter in chunk.named_parameters():
+                watch_parameter(parameter, name, stage)
         yield origins
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _tensors(values: Any) -> list[Tensor]:
