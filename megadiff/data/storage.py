@@ -87,10 +87,13 @@ class RemoteBytes:
         path = self._folder / name
         if not path.exists():
             part = path.with_name(f"{name}.part-{os.getpid()}-{time.monotonic_ns()}")
-            with part.open("wb") as file:
-                for at in range(begin, end, BLOCK):
-                    file.write(self._fetch(at, min(at + BLOCK, end)))
-            part.rename(path)
+            try:
+                with part.open("wb") as file:
+                    for at in range(begin, end, BLOCK):
+                        file.write(self._fetch(at, min(at + BLOCK, end)))
+                part.rename(path)
+            finally:
+                part.unlink(missing_ok=True)  # of a fetch that failed
         return path
 
     def _fetch(self, begin: int, end: int) -> bytes:

@@ -89,6 +89,7 @@ def test_failures_are_tried_again(
     monkeypatch.setattr(type(store), "cat_file", broken)
     with pytest.raises(DataError, match=r"bytes 2048 to 2304: no route \(6 attempts\)"):
         dataset.get(21)
+    assert not list((tmp_path / "cache").rglob("*.part-*"))
 
 
 def test_another_version_is_not_mixed_with_the_old(remote: str, tmp_path: Path) -> None:
