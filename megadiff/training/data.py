@@ -173,9 +173,8 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         )
     sets = {"validation": valid, "test": test}
     for name, words in _named_sets(d.valid_data_sets).items():
-        sets[f"validation/{name}"] = build(samples=(0, evaluated(words), 0), valid_data_path=words)[
-            1
-        ]
+        samples = (0, evaluated(words), 0)
+        _, sets[f"validation/{name}"], _ = build(samples=samples, valid_data_path=words)
     batches = partial(Batches, config=config, dp=dp, eod=eod, pin_memory=pin_memory)
     there = {
         name: (batches(dataset, name), min(wanted, len(dataset)))

@@ -92,6 +92,7 @@ def train(run: Run, progress: Progress) -> str:
                     validate(run, progress)
                 if saves or saves_second:
                     run.save(progress, saves_second)
+                if saves:  # the second place may be lost: the end of the run saves once more
                     saved_at = progress.iteration
     if progress.iteration > saved_at:
         run.save(progress, False)

@@ -1,12 +1,15 @@
 """Node-local checkpoints of real runs: taken when newer and whole on all ranks, or passed over."""
 
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from megadiff.checkpoint.directory import checkpoint_path, list_steps
+from megadiff.training import loop
 from megadiff.training.engine import NativeEngine
+from megadiff.training.stop import Agreement
 from tests.distributed import run_distributed
 from tests.training.small import flags, losses, train, write_data
 from tools.checkpoint import main as checkpoint_tool
@@ -101,3 +104,20 @@ def test_what_another_run_left_in_the_local_place_is_not_loaded(data: str, tmp_p
         text = (tmp_path / "first.log/log.txt").read_text()
         assert f"{tmp_path / 'first/iter_0000002'}" in text
         shutil.rmtree(tmp_path / "first")
+
+
+@pytest.mark.parametrize("place", ["global", "local"])
+def test_a_signal_right_after_a_save_in_between_saves_for_good(
+    place: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node that was signalled takes its second place with it."""
+    steps = count(1)
+
+    def agree(tokens: int, *_: object) -> Agreement:
+        return Agreement(tokens, "signal" if next(steps) == 3 else None)
+
+    monkeypatch.setattr(loop, "agree", agree)
+    every = ["--non-persistent-save-interval", "2", "--eval-iters", "0"]
+    second = [f"--non-persistent-{place}-ckpt-dir", str(tmp_path / "second")]
+    assert train(flags(data, *every, *second, "--save", str(tmp_path / "saved"))) == "signal"
+    assert list_steps(tmp_path / "saved") == [2]
