@@ -1,6 +1,7 @@
 """What the block and the decoder expect of a token mixer, and what mixers and MLP share."""
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ def output_init(config: ModelConfig) -> Init:
     return Init(config.init_method_std / math.sqrt(2 * config.num_layers))
 
 
-class Mixer(nn.Module):
+class Mixer(nn.Module, ABC):
     """Mixes tokens: `[b, s, hidden]` to the same (under sequence parallelism, this rank's part)."""
 
     kind: TokenMixer
@@ -29,10 +30,10 @@ class Mixer(nn.Module):
     recompute_norm = False
     """DIFF V1: compute the norm of the heads again in backward instead of keeping its result."""
 
+    @abstractmethod
     def forward(self, x: Tensor, geometry: Geometry, cache: Any = None) -> Tensor:
         """`cache`, from `new_cache`, holds what earlier tokens of the same sequences left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_cache(self, max_length: int) -> Any:
         """An empty cache for sequences of up to `max_length` tokens."""
-        raise NotImplementedError
