@@ -3,6 +3,7 @@
 python benchmarks/kernels.py
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -37,6 +38,7 @@ def report(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "").parse_args()
     element = 2
     x, w = random(TOKENS, HIDDEN), random(HIDDEN)
     report("rms_norm", rms_norm, (x, w), 5 * x.numel() * element)

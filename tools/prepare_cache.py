@@ -42,7 +42,11 @@ def prepare(run_flags: list[str]) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    return run("prepare_cache", lambda: prepare(sys.argv[1:] if words is None else words))
+    words = sys.argv[1:] if words is None else words
+    if not {"-h", "--help"}.isdisjoint(words):
+        print(f"{(__doc__ or '').strip()}\n\n`pretrain_diff.py --help` lists the flags.")
+        return 0
+    return run("prepare_cache", lambda: prepare(words))
 
 
 if __name__ == "__main__":
