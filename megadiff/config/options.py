@@ -162,6 +162,11 @@ class ParallelConfig:
     sequence_parallel: bool = _option(
         False, "shard the norms' activations along the sequence over the tensor-parallel ranks"
     )
+    tp_comm_overlap: bool = _option(
+        False,
+        "under --sequence-parallel the GPUs' copy engines carry the messages of linear layers, "
+        "through memory that the tensor-parallel ranks share; within a host",
+    )
     pipeline_model_parallel_size: int = _option(1, "ranks that share the layers among them")
     num_virtual_stages_per_pipeline_rank: int = _option(
         1, "runs of layers on each pipeline rank; more than one needs the interleaved schedule"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from megadiff.parallel import copy_engine
 from megadiff.parallel.mesh import Axis
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
@@ -19,10 +20,30 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def halves(batch: int) -> list[slice]:
-    """The sequences of a batch in two parts: one travels while the other is computed."""
-    middle = batch // 2
-    return [slice(0, middle), slice(middle, batch)] if middle else [slice(0, batch)]
+def pieces(batch: int, axis: Axis) -> list[slice]:
+    """The sequences of a batch in parts: one travels while another is computed."""
+    wanted = 2 if axis.peers is None else copy_engine.PIECES
+    n = max(1, min(wanted, batch // 2 if wanted > 2 else batch))
+    return [slice(batch * i // n, batch * (i + 1) // n) for i in range(n)]
+
+
+def start_gather(
+    x: Tensor, axis: Axis, pieces: Sequence[slice] | None = None
+) -> "PendingGather | copy_engine.Gather":
+    """All-gather along dim 1 for a product: read it before the second message after this one."""
+    pieces = pieces or [slice(0, x.shape[0])]
+    if axis.peers is not None:
+        return copy_engine.Gather(x, axis.peers, pieces)
+    return PendingGather(x, axis, pieces)
+
+
+def start_reduce_scatter(
+    shape: Sequence[int], like: Tensor, axis: Axis
+) -> "PendingReduceScatter | copy_engine.ReduceScatter":
+    """Sums over ranks along dim 1, of parts that are ready one after the other."""
+    if axis.peers is not None:
+        return copy_engine.ReduceScatter(shape, like, axis.peers)
+    return PendingReduceScatter(shape, like, axis)
 
 
 class PendingGather:

@@ -225,7 +225,7 @@ class _Product(torch.autograd.Function):
         ctx.again = kept.function
         gather = None
         if sequence_parallel:
-            gather = collectives.PendingGather(x, tp, collectives.halves(x.shape[0]))
+            gather = collectives.start_gather(x, tp, collectives.pieces(x.shape[0], tp))
         whole = x if gather is None or not products.scaled else gather.wait()
         scales = products.scale(whole), products.scale(weight)
         ctx.save_for_backward(weight, *scales, *kept.inputs)
@@ -245,12 +245,12 @@ class _Product(torch.autograd.Function):
         x = ctx.again(*inputs) if need_weight else None
         gather = None
         if ctx.sequence_parallel and x is not None:
-            gather = collectives.PendingGather(x, tp)
+            gather = collectives.start_gather(x, tp)
         scale = products.scale(grad, gradient=True)
         grad_x = scatter = reduction = None
         if need_x and ctx.sequence_parallel:
-            scatter = collectives.PendingReduceScatter((*grad.shape[:2], weight.shape[1]), grad, tp)
-            for rows in collectives.halves(grad.shape[0]):
+            scatter = collectives.start_reduce_scatter((*grad.shape[:2], weight.shape[1]), grad, tp)
+            for rows in collectives.pieces(grad.shape[0], tp):
                 scatter.start(rows, products.grad_input(grad[rows], weight, scale, weight_scale))
         elif need_x:
             grad_x = products.grad_input(grad, weight, scale, weight_scale)
@@ -283,8 +283,8 @@ class _ScatteredProduct(torch.autograd.Function):
         scales = products.scale(x), products.scale(weight)
         ctx.save_for_backward(weight, *scales, *kept.inputs)
         ctx.products, ctx.tp, ctx.again, ctx.shape = products, tp, kept.function, x.shape
-        scatter = collectives.PendingReduceScatter((*x.shape[:2], weight.shape[0]), x, tp)
-        for rows in collectives.halves(x.shape[0]):
+        scatter = collectives.start_reduce_scatter((*x.shape[:2], weight.shape[0]), x, tp)
+        for rows in collectives.pieces(x.shape[0], tp):
             scatter.start(rows, products.output(x[rows], weight, None, *scales))
         return scatter.wait()
 
@@ -293,7 +293,7 @@ class _ScatteredProduct(torch.autograd.Function):
         weight, x_scale, weight_scale, *inputs = ctx.saved_tensors
         products: Products = ctx.products
         need_x, need_weight = ctx.needs_input_grad[:2]
-        gather = collectives.PendingGather(grad, ctx.tp, collectives.halves(grad.shape[0]))
+        gather = collectives.start_gather(grad, ctx.tp, collectives.pieces(grad.shape[0], ctx.tp))
         scale = products.scale(gather.wait(), gradient=True) if products.scaled else None
         grad_x = None
         if need_x:

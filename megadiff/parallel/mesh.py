@@ -7,7 +7,7 @@ rank = ((pp * DP + dp) * CP + cp) * TP + tp.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,14 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megadiff.parallel.copy_engine import PeerMemory
+
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the mesh as this rank sees it; `group` is None where `size` is 1."""
+    """One dimension of the mesh as this rank sees it; `group` is None where `size` is 1.
+
+    `peers`: where copy engines carry the messages of linear layers.
+    """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+    peers: PeerMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ def build_mesh(
     context: int = 1,
     kv_copies: int = 1,
     sequence_parallel: bool = False,
+    tp_comm_overlap: bool = False,
     timeout: timedelta = timedelta(minutes=10),
     device_type: str = "cpu",
 ) -> ParallelMesh:
@@ -79,6 +86,8 @@ def build_mesh(
         return _axis(ranks, dims, rank, timeout)
 
     pp, dp, cp, tp = (axis([dim]) for dim in range(4))
+    if tp_comm_overlap and tp.group is not None:
+        tp = replace(tp, peers=PeerMemory(tp.group, tp.rank, tp.size))
     # DeviceMesh wants a group for axes of size 1 too. This rank makes it alone, which NCCL could
     # not: it splits groups off the one of all ranks.
     backend = "gloo" if dist.get_backend() == "nccl" else None

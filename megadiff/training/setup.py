@@ -71,6 +71,7 @@ def start(config: Config) -> Environment:
         context=parallel.context_parallel_size,
         kv_copies=max(1, parallel.tensor_model_parallel_size // config.model.query_groups),
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
         timeout=timeout,
         device_type=device.type,
     )

@@ -15,13 +15,13 @@ def job(batch: int) -> None:
     x = torch.arange(batch * 12 * 3, dtype=torch.float64).view(batch, 12, 3)
     part = x.chunk(axis.size, dim=1)[axis.rank]
 
-    gather = PendingGather(part, axis, collectives.halves(batch))
+    gather = PendingGather(part, axis, collectives.pieces(batch, axis))
     for rows in gather.pieces:
         assert torch.equal(gather.wait(rows), x[rows])
     assert torch.equal(gather.wait(), x)
 
     scatter = PendingReduceScatter(x.shape, x, axis)
-    for rows in collectives.halves(batch):
+    for rows in collectives.pieces(batch, axis):
         scatter.start(rows, (axis.rank + 1) * x[rows])
     ranks = axis.size * (axis.size + 1) // 2
     assert torch.equal(scatter.wait(), ranks * part)
