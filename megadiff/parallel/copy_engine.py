@@ -1,19 +1,19 @@
 """Messages between the GPUs of one host that their copy engines carry, beside products.
 
 NCCL copies with the multiprocessors that a product fills, so that one waits for the other. Copy
-engines need none of them: every rank writes into the memory of the others (torch's symmetric
-memory) and then a number behind it, for which the reader's stream waits in its own memory.
+engines need none: every rank writes into the memory of the others (torch's symmetric memory) and
+then a number behind it, for which the reader's stream waits without a kernel.
 
-Messages are numbered, and all ranks of the axis start them in the same order. Each goes into one of
-`SLOTS` buffers of the reader. Writing into a buffer again is safe without asking, because
+All ranks of the axis start the same messages in the same order. Each goes into one of `SLOTS`
+buffers of its reader, in turn. No rank asks before it writes into one again, because
 
-- when message m starts, all up to m - 2 have been read (`_Message` checks it on the host, and the
-  stream that reads them is the one that the copies of m wait for);
-- a rank that has read m - 2 knows that its writer had begun it, and had by then read m - 4.
+- when message m starts, its rank has read all up to m - 2 (`PeerMemory.begin` checks it on the
+  host; the copies of m wait for the stream that reads);
+- a rank that has read m - 2 knows that the writer had started it, and had by then read m - 4.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,119 +22,169 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 SLOTS = 4
-PIECES = 4  # of a message, each with a number of its own
-NUMBERS = 1024
+PIECES = 4  # of a message, at most; each with a number behind it
+
+
+def _check(result: tuple[Any, ...]) -> None:
+    if int(result[0]):
+        raise RuntimeError(f"a copy between GPUs could not be started: {result[0].name}")
+
+
+class _Shared:
+    """`size` bytes of every rank, and where they are."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(self.memory, group)
+        self.addresses = list(self._handle.buffer_ptrs)
 
 
 class PeerMemory:
-    """The buffers that the ranks of a tensor-parallel axis write each other's messages into."""
+    """The buffers into which the ranks of a tensor-parallel axis write each other's messages.
+
+    Making one is collective. Needs GPUs of one host that reach each other's memory.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.group, self.rank, self.size, self.device = group, rank, size, device
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        # what is written behind a message, by a copy engine too, comes from here
-        self.numbers = torch.arange(1, NUMBERS + 1, dtype=torch.int32, device=device)
-        flags = symmetric_memory.empty(SLOTS * PIECES * size, dtype=torch.int32, device=device)
-        flags.zero_()
-        self._flags = flags
-        handle = symmetric_memory.rendezvous(flags, group)
-        self._flags_of = [
-            handle.get_buffer(peer, (SLOTS, PIECES, size), torch.int32) for peer in range(size)
-        ]
-        self._buffer: Tensor | None = None
-        self._handle: Any = None
-        self._slot_bytes = 0
+        from cuda.bindings import driver, runtime  # they come with torch for CUDA
+
+        self.group, self.rank, self.size = group, rank, size
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._copy2d, self._copy = runtime.cudaMemcpy2DAsync, runtime.cudaMemcpyAsync
+        self._kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self._wait = driver.cuStreamWaitValue32
+        self._equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        self.to_peers, self.to_itself = torch.cuda.Stream(), torch.cuda.Stream()
+        self._ready = torch.cuda.Event()
+        # A number tells a message from the one before it in the same buffer. Copy engines write it
+        # too, from here; after the last piece for all that are left, so that none grows old.
+        self._numbers = torch.arange(1, 3, dtype=torch.int32, device=self.device)
+        self._numbers = self._numbers.repeat_interleave(PIECES)
+        self._flags = _Shared(SLOTS * size * PIECES * 4, group)
+        self._flags.memory.zero_()
+        self._buffers: _Shared | None = None
+        self.slot_bytes = self._started = 0
         self._messages: list[weakref.ref[_Message]] = []
-        self.started = 0
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self.device)
         dist.barrier(group)
 
-    def reserve(self, size: int) -> None:
-        """Buffers for messages of `size` bytes; collective where they have to grow."""
-        size = -(-size // 512) * 512
-        if size <= self._slot_bytes:
-            return
-        torch.cuda.synchronize(self.device)  # nobody reads or writes the old ones any more
-        dist.barrier(self.group)
-        self._buffer = self._handle = None
-        self._buffer = symmetric_memory.empty(SLOTS * size, dtype=torch.uint8, device=self.device)
-        self._handle = symmetric_memory.rendezvous(self._buffer, self.group)
-        self._slot_bytes = size
-
-    def begin(self, message: "_Message") -> int:
-        """The number of a message that starts now."""
-        if len(self._messages) > 1 and self._messages[-2]() is not None:
-            raise RuntimeError("a message is held while the second one after it starts")
+    def begin(self, message: "_Message", size: int) -> tuple[int, _Shared]:
+        """The number of a message of `size` bytes that starts now, and the buffers for it."""
+        if len(self._messages) == 2 and self._messages[0]() is not None:
+            raise RuntimeError("a message is still held when the second one after it starts")
         self._messages = [*self._messages[-1:], weakref.ref(message)]
-        self.started += 1
-        return self.started - 1
+        if self._buffers is None or size > self.slot_bytes:
+            torch.cuda.synchronize(self.device)  # messages before this one have been written
+            dist.barrier(self.group)
+            self.slot_bytes = -(-size // 512) * 512
+            self._buffers = _Shared(SLOTS * self.slot_bytes, self.group)
+        self._started += 1
+        return self._started - 1, self._buffers
 
-    def buffer(self, peer: int, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        offset = slot * self._slot_bytes // dtype.itemsize
-        return self._handle.get_buffer(peer, shape, dtype, offset)
+    def produced(self) -> None:
+        """Copies that start from here on wait for what the current stream has to do until now."""
+        self._ready.record()
+        self.to_peers.wait_event(self._ready)
+        self.to_itself.wait_event(self._ready)
 
-    def flag(self, peer: int, slot: int, piece: int, source: int) -> Tensor:
-        return self._flags_of[peer][slot, piece, source : source + 1]
+    def copy(
+        self,
+        stream: int,
+        to: int,
+        pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        rows: int,
+    ) -> None:
+        _check(self._copy2d(to, pitch, source, source_pitch, width, rows, self._kind, stream))
+
+    def _flag(self, peer: int, slot: int, piece: int, source: int) -> int:
+        return self._flags.addresses[peer] + 4 * ((slot * self.size + source) * PIECES + piece)
+
+    def raise_flag(
+        self, stream: int, peer: int, slot: int, piece: int, number: int, count: int
+    ) -> None:
+        """For `count` pieces from this one on."""
+        to, source = self._flag(peer, slot, piece, self.rank), 4 * PIECES * number
+        source += self._numbers.data_ptr()
+        _check(self._copy(to, source, 4 * count, self._kind, stream))
+
+    def wait_for(self, slot: int, piece: int, source: int, number: int) -> None:
+        """The current stream goes on when `source` has written its part."""
+        stream = torch.cuda.current_stream().cuda_stream
+        address = self._flag(self.rank, slot, piece, source)
+        _check(self._wait(stream, address, number + 1, self._equal))
 
 
 class _Message:
+    """One message: `[b, ...]` cut along the sequence, whose pieces are ranges of its sequences."""
+
     def __init__(self, peers: PeerMemory, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.peers = peers
-        peers.reserve(torch.Size(shape).numel() * dtype.itemsize)
-        number = peers.begin(self)
-        self.slot, self.number = number % SLOTS, number // SLOTS % NUMBERS
-        self.buffers = [peers.buffer(p, self.slot, shape, dtype) for p in range(peers.size)]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        number, self._shared = peers.begin(self, size)
+        self.slot, self.number = number % SLOTS, number // SLOTS % 2
+        begin = self.slot * peers.slot_bytes
+        self._bases = [address + begin for address in self._shared.addresses]
+        self.buffer = self._shared.memory[begin : begin + size].view(dtype).view(*shape)
+        self._sent = torch.cuda.Event()
 
-    def send(self, piece: int, copies: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Copies into the buffer of each rank, then the message's number behind them.
+    def send(
+        self, piece: int, to: int, pitch: int, sources: Mapping[int, int], source_pitch: int,
+        width: int, rows: int, last: bool,
+    ) -> None:  # fmt: skip
+        """Rows of `width` bytes to offset `to` of each rank of `sources`; then the number."""
+        peers, count = self.peers, PIECES - piece if last else 1
+        for peer, source in sources.items():
+            stream = (peers.to_itself if peer == peers.rank else peers.to_peers).cuda_stream
+            peers.copy(stream, self._bases[peer] + to, pitch, source, source_pitch, width, rows)
+            peers.raise_flag(stream, peer, self.slot, piece, self.number, count)
+        self._sent.record(peers.to_peers)
 
-        This rank's own come last: whoever has waited for them has seen all sources read.
-        """
+    def arrive(self, piece: int, sources: Sequence[int]) -> None:
+        for source in sources:
+            self.peers.wait_for(self.slot, piece, source, self.number)
+
+    def sent(self) -> None:
+        """What the current stream does from here on may free or change what has been sent."""
+        torch.cuda.current_stream().wait_event(self._sent)
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, each rank beginning with its successor."""
         me, n = self.peers.rank, self.peers.size
-        self.peers.stream.wait_stream(torch.cuda.current_stream())
-        number = self.peers.numbers[self.number : self.number + 1]
-        with torch.cuda.stream(self.peers.stream):
-            for peer in [*range(me + 1, n), *range(me), me]:
-                for target, source in copies[peer]:
-                    target.copy_(source)
-                self.peers.flag(peer, self.slot, piece, me).copy_(number)
-
-    def arrive(self, piece: int) -> None:
-        """The current stream goes on when all ranks' part of `piece` is here."""
-        from cuda.bindings import driver
-
-        stream = torch.cuda.current_stream().cuda_stream
-        for source in range(self.peers.size):
-            address = self.peers.flag(self.peers.rank, self.slot, piece, source).data_ptr()
-            equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-            (status,) = driver.cuStreamWaitValue32(stream, address, self.number + 1, int(equal))
-            if status != driver.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"cuStreamWaitValue32 failed: {status}")
+        return [*range(me + 1, n), *range(me)]
 
 
 class Gather(_Message):
     """`collectives.PendingGather` by copy engines. What it gives is this axis' own memory, which
-    the second message after it writes over."""
+    is written over when the second message after it starts."""
 
     def __init__(self, x: Tensor, peers: PeerMemory, pieces: Sequence[slice]) -> None:
         b, s, *rest = x.shape
         super().__init__(peers, (b, peers.size * s, *rest), x.dtype)
-        self.pieces, self._x = pieces, x.contiguous()
-        self._arrived = 0
-        me = slice(peers.rank * s, (peers.rank + 1) * s)
+        self.pieces, self._arrived = pieces, 0
+        self._x = x.contiguous()
+        width = self._x[0].numel() * x.dtype.itemsize
+        peers.produced()
         for piece, rows in enumerate(pieces):
-            sequences = range(rows.start, rows.stop)
-            self.send(piece, [[(to[i, me], self._x[i]) for i in sequences] for to in self.buffers])
+            source = self._x.data_ptr() + rows.start * width
+            sources = {peer: source for peer in (*self.others, peers.rank)}
+            to = (rows.start * peers.size + peers.rank) * width
+            count = rows.stop - rows.start
+            last = piece == len(pieces) - 1
+            self.send(piece, to, peers.size * width, sources, width, width, count, last)
 
     def wait(self, rows: slice | None = None) -> Tensor:
-        whole = self.buffers[self.peers.rank]
-        rows = rows or slice(0, whole.shape[0])
-        for piece in range(self._arrived, len(self.pieces)):
-            if self.pieces[piece].start < rows.stop:
-                self.arrive(piece)
-                self._arrived += 1
-        return whole[rows]
+        rows = rows or slice(0, self.buffer.shape[0])
+        while self._arrived < len(self.pieces) and self.pieces[self._arrived].start < rows.stop:
+            self.arrive(self._arrived, range(self.peers.size))
+            self._arrived += 1
+            if self._arrived == len(self.pieces):
+                self.sent()
+        return self.buffer[rows]
 
 
 class ReduceScatter(_Message):
@@ -148,20 +198,25 @@ class ReduceScatter(_Message):
         self._running: list[tuple[slice, Tensor]] = []
 
     def start(self, rows: slice, x: Tensor) -> None:
-        x = x.contiguous()
-        parts, me = x.chunk(self.peers.size, 1), self.peers.rank
-        sequences = list(enumerate(range(rows.start, rows.stop)))
-        copies = [
-            [(to[me, i], part[j]) for j, i in sequences]
-            for to, part in zip(self.buffers, parts, strict=True)
-        ]
-        self.send(len(self._running), copies)
+        peers, x = self.peers, x.contiguous()
+        width = self._out[0].numel() * x.dtype.itemsize
+        peers.produced()
+        sources = {peer: x.data_ptr() + peer * width for peer in self.others}
+        to = (peers.rank * len(self._out) + rows.start) * width
+        piece, count = len(self._running), rows.stop - rows.start
+        last = rows.stop == len(self._out)
+        self.send(piece, to, width, sources, peers.size * width, width, count, last)
         self._running.append((rows, x))
 
     def wait(self) -> Tensor:
-        whole = self.buffers[self.peers.rank]
-        for piece, (rows, _) in enumerate(self._running):
-            self.arrive(piece)
-            torch.sum(whole[:, rows], 0, out=self._out[rows])
+        for piece, (rows, x) in enumerate(self._running):
+            self.arrive(piece, self.others)
+            own = x.chunk(self.peers.size, 1)[self.peers.rank]
+            parts = [own, *(self.buffer[peer, rows] for peer in self.others)]
+            if len(parts) == 2:
+                torch.add(*parts, out=self._out[rows])
+            else:
+                torch.sum(torch.stack(parts), 0, out=self._out[rows])
+        self.sent()
         self._running = []
         return self._out
