@@ -58,8 +58,9 @@ class Row:
 BATCH = "--seq-length 4096 --global-batch-size 16"
 LONG = "--seq-length 32768 --global-batch-size 2 --micro-batch-size 1"
 LARGE = "--seq-length 65536 --global-batch-size 1 --micro-batch-size 1 --recompute-granularity full"
-TP = f"{BATCH} --micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel"
-PP = f"{BATCH} --micro-batch-size 1 --pipeline-model-parallel-size 2"
+TP = f"{BATCH} --micro-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel"
+BATCH_64 = "--seq-length 4096 --global-batch-size 64 --micro-batch-size 4"
+TWO_STAGES = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout balanced"
 SHARDED = "--use-distributed-optimizer"
 LARGE_CONFIG = "configs/6.8B/diff_v2.yaml"
 # With one queue to the device kernels start in the order they were issued; several, where NCCL's
@@ -67,20 +68,23 @@ LARGE_CONFIG = "configs/6.8B/diff_v2.yaml"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS=8 TORCH_NCCL_HIGH_PRIORITY=1"
 ROWS = [
     Row("one", 1, f"{BATCH} --micro-batch-size 4", profiled=True),
-    Row("one_32k", 1, LONG, steps=(2, 4)),
-    Row("tp2_sp", 2, TP, "one", 0.88, profiled=True),
-    Row("pp2_1f1b", 2, f"{PP} --pipeline-model-parallel-layout balanced", "one", 0.90,
-        profiled=True),
-    Row("cp2_32k", 2, f"{LONG} --context-parallel-size 2", "one_32k", 0.85, steps=(2, 4)),
+    Row("one_64", 1, BATCH_64, steps=(2, 4)),
+    # half a layer leaves room for twice the micro-batch
+    Row("tp2_sp", 2, f"{TP} --tp-comm-overlap", "one", 0.88, profiled=True),
+    Row("tp2_sp_nccl", 2, TP, "one", 0.88, profiled=True),
+    Row("pp2_1f1b", 2, f"{BATCH_64} {TWO_STAGES}", "one_64", 0.90, steps=(2, 4), profiled=True),
+    Row("pp2_interleaved", 2, f"{BATCH_64} {TWO_STAGES} --num-virtual-stages-per-pipeline-rank 2",
+        "one_64", 0.90, steps=(2, 4), environment=QUEUES),
     Row("dp2_twice_the_batch", 2, "--seq-length 4096 --global-batch-size 32 --micro-batch-size 4 "
-        f"{SHARDED}", "one", 0.97, steps=(2, 4), profiled=True),
+        f"{SHARDED}", "one", 0.97, steps=(2, 4)),
+    Row("one_32k", 1, LONG, steps=(2, 4)),
+    Row("cp2_32k", 2, f"{LONG} --context-parallel-size 2", "one_32k", 0.85, steps=(2, 4)),
     # trains on two GPUs, and must not fit on one
     Row("6.8B_64k_cp2", 2, f"{LARGE} --context-parallel-size 2 {SHARDED}", steps=(1, 1),
         config=LARGE_CONFIG),
-    Row("pp2_interleaved", 2, f"{PP} --num-virtual-stages-per-pipeline-rank 2 "
-        "--pipeline-model-parallel-layout balanced", "one", 0.90, environment=QUEUES),
-    Row("tp2_sp_queues", 2, TP, "one", 0.88, environment=QUEUES),
     Row("6.8B_64k_one", 1, LARGE, steps=(1, 1), config=LARGE_CONFIG),
+    # the pipeline with one sequence at a time
+    Row("pp2_small", 2, f"{BATCH} --micro-batch-size 1 {TWO_STAGES}", "one", 0.90),
 ]  # fmt: skip
 
 QUICK = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64"
@@ -173,6 +177,7 @@ def line(row: Row, result: dict[str, Any], baseline: dict[str, Any] | None, quic
 def flags_of(row: Row, args: argparse.Namespace) -> list[str]:
     flags = [*row.flags.split(), "--train-iters", "100000"]
     if args.quick:  # the split of the row, with the sizes of a toy
+        flags = [flag for flag in flags if flag != "--tp-comm-overlap"]  # which needs GPUs
         return [*flags, *QUICK.split(), "--device", "cpu"]
     return ["--config", row.config, *flags, "--bf16"]
 
@@ -308,7 +313,7 @@ KINDS = {
 
 
 def profile(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """One step's milliseconds on the device by kind of kernel, and of messages what nothing hides."""
+    """One step's milliseconds on the device by kind, and of messages those that nothing hides."""
     from torch.profiler import ProfilerActivity
 
     cuda = device.type == "cuda"

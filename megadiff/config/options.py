@@ -164,8 +164,8 @@ class ParallelConfig:
     )
     tp_comm_overlap: bool = _option(
         False,
-        "under --sequence-parallel the GPUs' copy engines carry the messages of linear layers, "
-        "through memory that the tensor-parallel ranks share; within a host",
+        "under --sequence-parallel the copy engines of a host's GPUs carry the messages of linear "
+        "layers beside products, instead of NCCL",
     )
     pipeline_model_parallel_size: int = _option(1, "ranks that share the layers among them")
     num_virtual_stages_per_pipeline_rank: int = _option(

@@ -52,6 +52,11 @@ def validate_split(config: Config, world_size: int) -> None:
         f"--seq-length {seq_length} is not a multiple of --context-parallel-size {cp} x "
         f"--tensor-model-parallel-size {tp} = {cp * tp}, as --sequence-parallel needs",
     )
+    require(
+        not p.tp_comm_overlap or (p.sequence_parallel and tp > 1),
+        "--tp-comm-overlap is for the messages of --sequence-parallel; add that, with "
+        "--tensor-model-parallel-size of 2 or more",
+    )
     _validate_pipeline(m, p)
     require(
         p.recompute_granularity == "full" or p.recompute_method is None,

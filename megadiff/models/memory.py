@@ -16,7 +16,7 @@ Context parallelism keeps copies instead of the projection: q, keys and values o
 sequence, and one o more. Full recomputation keeps h for each run. A stage holds this for as many
 micro-batches as its schedule has in flight. At the peak there are besides, on the last stage the
 logits (their gradient is written over them), else one run in full where it is recomputed, with the
-gradients of an MLP.
+gradients of an MLP. Copy engines add four messages of the whole hidden state.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ import torch
 from megadiff.config import DELTA_MIXERS, Config, ModelConfig, TokenMixer, data_parallel_size
 from megadiff.models.attention import head_shape
 from megadiff.models.build import Model, build_model
+from megadiff.parallel.copy_engine import SLOTS
 from megadiff.parallel.embedding import padded_vocab_size
 from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import record_of
@@ -87,8 +88,16 @@ def _of_stage(config: Config, model: Model, world_size: int) -> Memory:
             state += {"float32": 4, "kahan": 2, "stochastic": 0}[o.main_weights]
         optimizer += n * state // owners
         largest = max(largest, n * width)  # a gradient before it is added to its buffer
-    activations = _activations(config, model, world_size) + largest
+    activations = _activations(config, model, world_size) + largest + shared_buffers(config)
     return Memory(weights, gradients, optimizer, activations)
+
+
+def shared_buffers(config: Config) -> int:
+    """Bytes into which the ranks write each other's messages under `--tp-comm-overlap`."""
+    m, p, t = config.model, config.parallel, config.training
+    width = torch.finfo(getattr(torch, t.dtype)).bits // 8
+    message = t.micro_batch_size * t.seq_length // p.context_parallel_size * m.hidden_size
+    return SLOTS * message * width if p.tp_comm_overlap else 0
 
 
 def _activations(config: Config, model: Model, world_size: int) -> int:

@@ -65,6 +65,8 @@ def start(config: Config) -> Environment:
             control = dist.group.WORLD
         else:
             control = dist.new_group(timeout=timeout, backend="gloo")
+    if parallel.tp_comm_overlap:
+        _need_peers(device, parallel.tensor_model_parallel_size)
     mesh = build_mesh(
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
@@ -96,6 +98,25 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return store, rank, size
+
+
+def _need_peers(device: torch.device, tp: int) -> None:
+    """Raises ConfigError unless tensor-parallel ranks are GPUs that reach each other's memory."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda" or dist.get_backend() != "nccl":
+        raise ConfigError("--tp-comm-overlap needs GPUs and NCCL; leave it out here")
+    if local % tp:
+        raise ConfigError(
+            f"--tp-comm-overlap works within a host, and its {local} ranks are not a multiple of "
+            f"--tensor-model-parallel-size {tp}"
+        )
+    first = device.index // tp * tp
+    for peer in range(first, min(first + tp, torch.cuda.device_count())):
+        if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
+            raise ConfigError(
+                f"--tp-comm-overlap: GPU {device.index} can not reach the memory of GPU {peer}; "
+                "leave it out here"
+            )
 
 
 def _pick_device(config: Config) -> torch.device:

@@ -61,6 +61,8 @@ class Cell:
     precision: str = "fp64"
     vocab: int = 53
     layers: int = 4
+    device: str = "cpu"
+    overlap: bool = False  # copy engines carry tensor parallelism's messages
 
     @property
     def world(self) -> int:
@@ -127,6 +129,7 @@ def config_of(cell: Cell) -> Config:
     parallel = ParallelConfig(
         tensor_model_parallel_size=cell.tensor,
         sequence_parallel=cell.sequence,
+        tp_comm_overlap=cell.overlap,
         pipeline_model_parallel_size=pipeline,
         num_virtual_stages_per_pipeline_rank=int(virtual or 1),
         pipeline_model_parallel_layout=layout,
@@ -144,7 +147,7 @@ def config_of(cell: Cell) -> Config:
         global_batch_size=GLOBAL_BATCH,
         train_iters=STEPS,
         fp64=cell.precision == "fp64",
-        device="cpu",
+        device=cell.device,
     )
     optimizer = OptimizerConfig(
         lr=1e-2,
