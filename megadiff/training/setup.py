@@ -50,6 +50,10 @@ def start(config: Config) -> Environment:
     control: Any = None
     if (world_size() > 1 or config.training.deepspeed) and not dist.is_initialized():
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+            # torchrun's choice: a message that times out is aborted, and a rank that waits for it
+            # goes on with what is in its buffers. 3, torch's own, ends the process where it is.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
         store, rank, size = _meet(timeout)
         dist.init_process_group(
             backend,

@@ -4,7 +4,8 @@ failing_run.py raise   rank 1 raises while rank 0 waits for it in a collective
 failing_run.py block   rank 1 raises while rank 0 waits for something that never ends
 failing_run.py hang    rank 1 stops answering
 
-A second argument, cuda, runs it on two GPUs.
+A second argument, cuda, runs it on two GPUs; copies, too, with tensor parallelism by copy engines
+instead of a pipeline.
 """
 
 import sys
@@ -18,10 +19,12 @@ from tests.parallel.parity import Cell, config_of, micro_batches_of
 
 
 def main(argv: list[str]) -> None:
-    how, device = argv[0], (argv[1:] or ["cpu"])[0]
-    cell = Cell(pipeline="2")
+    how, where = argv[0], (argv[1:] or ["cpu"])[0]
+    device = "cpu" if where == "cpu" else "cuda"
+    cell = Cell(pipeline="2", device=device)
+    if where == "copies":
+        cell = Cell(tensor=2, sequence=True, overlap=True, device=device)
     config = config_of(cell)
-    config.training.device = device
     if how == "hang":
         # NCCL connects at the first message, which takes seconds
         config.parallel.distributed_timeout_minutes = 0.25 if device == "cuda" else 0.05
@@ -32,7 +35,7 @@ def main(argv: list[str]) -> None:
             if step == 2 and env.mesh.rank == 1:
                 print(f"failing at {time.time():.2f}", flush=True)
                 if how == "hang":
-                    time.sleep(60 if device == "cuda" else 15)
+                    time.sleep(600 if device == "cuda" else 15)
                 raise RuntimeError("injected on rank 1")
             while step == 2 and how == "block":
                 time.sleep(1)

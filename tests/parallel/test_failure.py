@@ -9,14 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
 
-def launch(how: str) -> tuple[str, float]:
+def launch(*arguments: str) -> tuple[str, float]:
     """The output of `failing_run.py` under torchrun, and the seconds from failure to the end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "tests/parallel/failing_run.py", how]
+    command = ["bash", "-c", 'source launch/environment.sh; exec "$0" "$@"', sys.executable]
+    command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["tests/parallel/failing_run.py", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,
@@ -49,6 +51,32 @@ def test_a_hang_is_reported_with_rank_and_collective():
     report = output[output.index("rank 0: Traceback") :]
     assert "in _step_microbatches" in report  # where rank 0 waited, and in what
     assert re.search(r"Timed out waiting \d+ms for (send|recv) operation", report)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("where", ["cuda", "copies"])
+@pytest.mark.parametrize("how", ["raise", "block"])
+def test_an_exception_on_one_gpu_ends_all(how, where):
+    """Also a rank that waits for a message, or for a copy, that will never come."""
+    output, seconds = launch(how, where)
+    assert seconds < 30
+    assert output[: output.index("Traceback")].endswith("rank 1: ")
+    assert "rank 0 ends because rank 1 failed" in output
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("where", ["cuda", "copies"])
+def test_a_hang_of_one_gpu_is_reported_and_ends_all(where):
+    """15 s until NCCL times out, 10 s for the recorder's files, 30 s that torchrun gives rank 1."""
+    output, seconds = launch("hang", where)
+    assert re.search(r"Rank 0\].* timeout: WorkNCCL\(.*OpType=", output), output
+    assert "SIGABRT" in output  # rank 0 ends where it waits, and not as if all were well
+    assert seconds < 90
 
 
 HANGING = """
