@@ -22,8 +22,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def pieces(batch: int, axis: Axis) -> list[slice]:
     """The sequences of a batch in parts: one travels while another is computed."""
-    wanted = 2 if axis.peers is None else copy_engine.PIECES
-    n = max(1, min(wanted, batch // 2 if wanted > 2 else batch))
+    n = min(batch, 2)
+    if axis.peers is not None:  # more of them hide more; a product is slow on less than two
+        n = max(n, min(batch // 2, copy_engine.PIECES))
     return [slice(batch * i // n, batch * (i + 1) // n) for i in range(n)]
 
 
