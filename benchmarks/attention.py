@@ -254,7 +254,8 @@ def chart(rows: list[Row], path: Path) -> None:
         axis.set_title(f"{version}, width {d}, {pairs} pairs on {groups} groups")
         axis.set_xscale("log", base=2)
         axis.set_xlabel("sequence")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, ncols=2, loc="upper left")  # above all lines
+    axes[0].set_ylim(0, 1.2 * max(x.both_tflops or 0 for x in rows))
     axes[0].set_ylabel("useful TFLOP/s, forward + backward")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
