@@ -241,6 +241,7 @@ def _validate_deepspeed(config: Config) -> None:
         "--fp64": t.fp64,
         "--optimizer muon": o.optimizer == "muon",
         "--loss-spike-skip-iters": t.loss_spike_skip_iters is not None,
+        "--tp-comm-overlap": config.parallel.tp_comm_overlap,
         "--check-weight-hash-across-dp-replicas-interval": (
             t.check_weight_hash_across_dp_replicas_interval is not None
         ),

@@ -88,16 +88,17 @@ def _of_stage(config: Config, model: Model, world_size: int) -> Memory:
             state += {"float32": 4, "kahan": 2, "stochastic": 0}[o.main_weights]
         optimizer += n * state // owners
         largest = max(largest, n * width)  # a gradient before it is added to its buffer
-    activations = _activations(config, model, world_size) + largest + shared_buffers(config)
+    activations = _activations(config, model, world_size) + largest
+    if p.tp_comm_overlap:
+        activations += SLOTS * message_bytes(config)
     return Memory(weights, gradients, optimizer, activations)
 
 
-def shared_buffers(config: Config) -> int:
-    """Bytes into which the ranks write each other's messages under `--tp-comm-overlap`."""
+def message_bytes(config: Config) -> int:
+    """The whole hidden state of a micro-batch, as tensor-parallel ranks gather and sum it."""
     m, p, t = config.model, config.parallel, config.training
     width = torch.finfo(getattr(torch, t.dtype)).bits // 8
-    message = t.micro_batch_size * t.seq_length // p.context_parallel_size * m.hidden_size
-    return SLOTS * message * width if p.tp_comm_overlap else 0
+    return t.micro_batch_size * t.seq_length // p.context_parallel_size * m.hidden_size * width
 
 
 def _activations(config: Config, model: Model, world_size: int) -> int:

@@ -7,9 +7,11 @@ then a number behind it, for which the reader's stream waits without a kernel.
 All ranks of the axis start the same messages in the same order. Each goes into one of `SLOTS`
 buffers of its reader, in turn. No rank asks before it writes into one again, because
 
-- when message m starts, its rank has read all up to m - 2 (`PeerMemory.begin` checks it on the
-  host; the copies of m wait for the stream that reads);
-- a rank that has read m - 2 knows that the writer had started it, and had by then read m - 4.
+- when message m starts, its rank has read all up to m - 2 (`PeerMemory.begin` holds the caller to
+  it; the copies of m wait for the stream that reads);
+- a rank that has read m - 2 knows that every writer had started it, and had by then read m - 4.
+
+`tests/parallel/test_copy_engine.py` runs this file on simulated streams in random orders.
 """
 
 import weakref
@@ -25,166 +27,187 @@ SLOTS = 4
 PIECES = 4  # of a message, at most; each with a number behind it
 
 
-def _check(result: tuple[Any, ...]) -> None:
-    if int(result[0]):
-        raise RuntimeError(f"a copy between GPUs could not be started: {result[0].name}")
-
-
 class _Shared:
     """`size` bytes of every rank, and where they are."""
 
-    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, size: int, group: dist.ProcessGroup, rank: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device).zero_()
         self._handle = symmetric_memory.rendezvous(self.memory, group)
         self.addresses = list(self._handle.buffer_ptrs)
+        assert self.addresses[rank] == self.memory.data_ptr()
 
 
 class PeerMemory:
     """The buffers into which the ranks of a tensor-parallel axis write each other's messages.
 
-    Making one is collective. Needs GPUs of one host that reach each other's memory.
+    Messages have at most `message_bytes`. Making this is collective, and needs GPUs of one host
+    that reach each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, message_bytes: int) -> None:
         from cuda.bindings import driver, runtime  # they come with torch for CUDA
 
-        self.group, self.rank, self.size = group, rank, size
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._copy2d, self._copy = runtime.cudaMemcpy2DAsync, runtime.cudaMemcpyAsync
+        self.rank, self.size = rank, size
+        self.others = [*range(rank + 1, size), *range(rank)]
+        self._copy_rows, self._copy = runtime.cudaMemcpy2DAsync, runtime.cudaMemcpyAsync
         self._kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         self._wait = driver.cuStreamWaitValue32
-        self._equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        flags = driver.CUstreamWaitValue_flags
+        self._equal = int(flags.CU_STREAM_WAIT_VALUE_EQ)
+        if _can_flush(driver):  # what was written before the number is seen after the wait
+            self._equal |= int(flags.CU_STREAM_WAIT_VALUE_FLUSH)
         self.to_peers, self.to_itself = torch.cuda.Stream(), torch.cuda.Stream()
         self._ready = torch.cuda.Event()
-        # A number tells a message from the one before it in the same buffer. Copy engines write it
-        # too, from here; after the last piece for all that are left, so that none grows old.
-        self._numbers = torch.arange(1, 3, dtype=torch.int32, device=self.device)
-        self._numbers = self._numbers.repeat_interleave(PIECES)
-        self._flags = _Shared(SLOTS * size * PIECES * 4, group)
-        self._flags.memory.zero_()
-        self._buffers: _Shared | None = None
-        self.slot_bytes = self._started = 0
-        self._messages: list[weakref.ref[_Message]] = []
-        torch.cuda.synchronize(self.device)
+        # The numbers 1 and 2 tell a message from the one before it in the same buffer. Copy engines
+        # write them too, from here; behind the last piece for all that are left: none grows old.
+        numbers = torch.arange(1, 3, dtype=torch.int32, device="cuda")
+        self._numbers = numbers.repeat_interleave(PIECES)
+        self._flags = _Shared(SLOTS * size * PIECES * 4, group, rank)
+        self.slot_bytes = -(-message_bytes // 512) * 512
+        self.buffers = _Shared(SLOTS * self.slot_bytes, group, rank)
+        self._last: list[tuple[weakref.ref[_Message], _Progress]] = []
+        self._started = 0
+        torch.cuda.synchronize()
         dist.barrier(group)
 
-    def begin(self, message: "_Message", size: int) -> tuple[int, _Shared]:
-        """The number of a message of `size` bytes that starts now, and the buffers for it."""
-        if len(self._messages) == 2 and self._messages[0]() is not None:
-            raise RuntimeError("a message is still held when the second one after it starts")
-        self._messages = [*self._messages[-1:], weakref.ref(message)]
-        if self._buffers is None or size > self.slot_bytes:
-            torch.cuda.synchronize(self.device)  # messages before this one have been written
-            dist.barrier(self.group)
-            self.slot_bytes = -(-size // 512) * 512
-            self._buffers = _Shared(SLOTS * self.slot_bytes, self.group)
+    def begin(self, message: "_Message", size: int) -> int:
+        """The index of a message of `size` bytes that starts now."""
+        if size > self.slot_bytes:
+            raise RuntimeError(f"a message of {size} bytes for buffers of {self.slot_bytes}")
+        if len(self._last) == 2:
+            message_before, progress = self._last[0]
+            if message_before() is not None or not progress.finished:
+                state = "still held" if progress.finished else "not waited for"
+                raise RuntimeError(f"a message is {state} when the second one after it starts")
+        self._last = [*self._last[-1:], (weakref.ref(message), message.progress)]
         self._started += 1
-        return self._started - 1, self._buffers
+        return self._started - 1
 
-    def produced(self) -> None:
+    def copies_wait(self) -> None:
         """Copies that start from here on wait for what the current stream has to do until now."""
         self._ready.record()
         self.to_peers.wait_event(self._ready)
         self.to_itself.wait_event(self._ready)
 
-    def copy(
-        self,
-        stream: int,
-        to: int,
-        pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        rows: int,
+    def write(
+        self, peer: int, to: int, pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
-        _check(self._copy2d(to, pitch, source, source_pitch, width, rows, self._kind, stream))
+        """`rows` of `width` bytes, which begin every `pitch` and `source_pitch` bytes."""
+        stream = self._stream(peer)
+        if rows == 1:  # there is a limit on pitches
+            _check(self._copy(to, source, width, self._kind, stream))
+        else:
+            copy = (to, pitch, source, source_pitch, width, rows)
+            _check(self._copy_rows(*copy, self._kind, stream))
 
-    def _flag(self, peer: int, slot: int, piece: int, source: int) -> int:
-        return self._flags.addresses[peer] + 4 * ((slot * self.size + source) * PIECES + piece)
+    def raise_flags(self, peer: int, slot: int, pieces: range, number: int) -> None:
+        """Write `number` behind `pieces` of this rank's message to `peer`."""
+        to = self._flag(peer, slot, self.rank, pieces.start)
+        source = self._numbers.data_ptr() + 4 * PIECES * (number - 1)
+        _check(self._copy(to, source, 4 * len(pieces), self._kind, self._stream(peer)))
 
-    def raise_flag(
-        self, stream: int, peer: int, slot: int, piece: int, number: int, count: int
-    ) -> None:
-        """For `count` pieces from this one on."""
-        to, source = self._flag(peer, slot, piece, self.rank), 4 * PIECES * number
-        source += self._numbers.data_ptr()
-        _check(self._copy(to, source, 4 * count, self._kind, stream))
-
-    def wait_for(self, slot: int, piece: int, source: int, number: int) -> None:
-        """The current stream goes on when `source` has written its part."""
+    def wait_for(self, source: int, slot: int, piece: int, number: int) -> None:
+        """The current stream goes on when `source` has written a piece to this rank."""
+        address = self._flag(self.rank, slot, source, piece)
         stream = torch.cuda.current_stream().cuda_stream
-        address = self._flag(self.rank, slot, piece, source)
-        _check(self._wait(stream, address, number + 1, self._equal))
+        _check(self._wait(stream, address, number, self._equal))
+
+    def _stream(self, peer: int) -> int:
+        return (self.to_itself if peer == self.rank else self.to_peers).cuda_stream
+
+    def _flag(self, reader: int, slot: int, writer: int, piece: int) -> int:
+        return self._flags.addresses[reader] + 4 * ((slot * self.size + writer) * PIECES + piece)
+
+
+def _can_flush(driver: Any) -> bool:
+    """Whether the device may have to be told to; where it can not, writes arrive in their order."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+    status, can = driver.cuDeviceGetAttribute(attribute, torch.cuda.current_device())
+    _check((status,))
+    return bool(can)
+
+
+def _check(result: tuple[Any, ...]) -> None:
+    if int(result[0]):
+        raise RuntimeError(f"a copy between GPUs could not be started: {result[0].name}")
+
+
+class _Progress:
+    finished = False
 
 
 class _Message:
-    """One message: `[b, ...]` cut along the sequence, whose pieces are ranges of its sequences."""
+    """One message of `shape` to every rank, which goes in pieces of whole sequences."""
 
     def __init__(self, peers: PeerMemory, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.peers = peers
+        self.peers, self.progress = peers, _Progress()
         size = torch.Size(shape).numel() * dtype.itemsize
-        number, self._shared = peers.begin(self, size)
-        self.slot, self.number = number % SLOTS, number // SLOTS % 2
-        begin = self.slot * peers.slot_bytes
-        self._bases = [address + begin for address in self._shared.addresses]
-        self.buffer = self._shared.memory[begin : begin + size].view(dtype).view(*shape)
-        self._sent = torch.cuda.Event()
+        index = peers.begin(self, size)
+        self._slot, self._number = index % SLOTS, 1 + index // SLOTS % 2
+        begin = self._slot * peers.slot_bytes
+        self._bases = [address + begin for address in peers.buffers.addresses]
+        self.buffer = peers.buffers.memory[begin : begin + size].view(dtype).view(*shape)
+        self._pieces = 0
+        self._to_peers = torch.cuda.Event()
+        self._to_itself: list[torch.cuda.Event] = []  # of each piece
 
     def send(
-        self, piece: int, to: int, pitch: int, sources: Mapping[int, int], source_pitch: int,
-        width: int, rows: int, last: bool,
+        self, sources: Mapping[int, int], to: int, pitch: int, source_pitch: int, width: int,
+        rows: int, last: bool,
     ) -> None:  # fmt: skip
-        """Rows of `width` bytes to offset `to` of each rank of `sources`; then the number."""
-        peers, count = self.peers, PIECES - piece if last else 1
+        """The next piece: to offset `to` of each rank of `sources`, from the address there."""
+        peers = self.peers
+        pieces = range(self._pieces, PIECES if last else self._pieces + 1)
         for peer, source in sources.items():
-            stream = (peers.to_itself if peer == peers.rank else peers.to_peers).cuda_stream
-            peers.copy(stream, self._bases[peer] + to, pitch, source, source_pitch, width, rows)
-            peers.raise_flag(stream, peer, self.slot, piece, self.number, count)
-        self._sent.record(peers.to_peers)
+            peers.write(peer, self._bases[peer] + to, pitch, source, source_pitch, width, rows)
+            if peer == peers.rank:  # which needs no number
+                self._to_itself.append(torch.cuda.Event())
+                self._to_itself[-1].record(peers.to_itself)
+            else:
+                peers.raise_flags(peer, self._slot, pieces, self._number)
+        self._to_peers.record(peers.to_peers)
+        self._pieces += 1
 
-    def arrive(self, piece: int, sources: Sequence[int]) -> None:
-        for source in sources:
-            self.peers.wait_for(self.slot, piece, source, self.number)
+    def arrive(self, piece: int) -> None:
+        """The current stream goes on when `piece` is here from all ranks."""
+        for source in self.peers.others:
+            self.peers.wait_for(source, self._slot, piece, self._number)
+        if self._to_itself:
+            torch.cuda.current_stream().wait_event(self._to_itself[piece])
 
-    def sent(self) -> None:
-        """What the current stream does from here on may free or change what has been sent."""
-        torch.cuda.current_stream().wait_event(self._sent)
-
-    @property
-    def others(self) -> list[int]:
-        """The other ranks, each rank beginning with its successor."""
-        me, n = self.peers.rank, self.peers.size
-        return [*range(me + 1, n), *range(me)]
+    def finish(self) -> None:
+        """After the last piece: the current stream may free and change what was sent."""
+        torch.cuda.current_stream().wait_event(self._to_peers)
+        self.progress.finished = True
 
 
 class Gather(_Message):
-    """`collectives.PendingGather` by copy engines. What it gives is this axis' own memory, which
-    is written over when the second message after it starts."""
+    """`collectives.PendingGather` by copy engines. What it gives is memory of `peers`, which is
+    written over when the second message after it starts: do not keep it."""
 
     def __init__(self, x: Tensor, peers: PeerMemory, pieces: Sequence[slice]) -> None:
         b, s, *rest = x.shape
+        self._x = x.contiguous()
         super().__init__(peers, (b, peers.size * s, *rest), x.dtype)
         self.pieces, self._arrived = pieces, 0
-        self._x = x.contiguous()
         width = self._x[0].numel() * x.dtype.itemsize
-        peers.produced()
-        for piece, rows in enumerate(pieces):
+        peers.copies_wait()
+        for rows in pieces:
             source = self._x.data_ptr() + rows.start * width
-            ranks = [*self.others, peers.rank]
+            ranks = [*peers.others, peers.rank]
             sources = dict(zip(ranks, [source] * peers.size, strict=True))
             to = (rows.start * peers.size + peers.rank) * width
-            count = rows.stop - rows.start
-            last = piece == len(pieces) - 1
-            self.send(piece, to, peers.size * width, sources, width, width, count, last)
+            count, last = rows.stop - rows.start, rows.stop == b
+            self.send(sources, to, peers.size * width, width, width, count, last)
 
     def wait(self, rows: slice | None = None) -> Tensor:
         rows = rows or slice(0, self.buffer.shape[0])
         while self._arrived < len(self.pieces) and self.pieces[self._arrived].start < rows.stop:
-            self.arrive(self._arrived, range(self.peers.size))
+            self.arrive(self._arrived)
             self._arrived += 1
             if self._arrived == len(self.pieces):
-                self.sent()
+                self.finish()
         return self.buffer[rows]
 
 
@@ -200,25 +223,26 @@ class ReduceScatter(_Message):
 
     def start(self, rows: slice, x: Tensor) -> None:
         peers, x = self.peers, x.contiguous()
+        assert x.dtype == self._out.dtype
         width = self._out[0].numel() * x.dtype.itemsize
-        peers.produced()
-        sources = {peer: x.data_ptr() + peer * width for peer in self.others}
+        peers.copies_wait()
+        sources = {peer: x.data_ptr() + peer * width for peer in peers.others}
         to = (peers.rank * len(self._out) + rows.start) * width
-        piece, count = len(self._running), rows.stop - rows.start
-        last = rows.stop == len(self._out)
-        self.send(piece, to, width, sources, peers.size * width, width, count, last)
+        count, last = rows.stop - rows.start, rows.stop == len(self._out)
+        self.send(sources, to, width, peers.size * width, width, count, last)
         self._running.append((rows, x))
 
     def wait(self) -> Tensor:
+        rank, size = self.peers.rank, self.peers.size
         for piece, (rows, x) in enumerate(self._running):
-            self.arrive(piece, self.others)
-            own = x.chunk(self.peers.size, 1)[self.peers.rank]
-            parts = [own, *(self.buffer[peer, rows] for peer in self.others)]
-            if len(parts) > 2:
-                torch.sum(torch.stack(parts), 0, out=self._out[rows])
-                continue
-            for i, out in enumerate(self._out[rows]):  # whole sequences: three times the speed
-                torch.add(parts[0][i], parts[1][i], out=out)
-        self.sent()
+            self.arrive(piece)
+            own = x.chunk(size, 1)[rank]
+            if size == 2:  # sequence by sequence, which is three times as fast
+                for i, row in enumerate(range(rows.start, rows.stop)):
+                    torch.add(own[i], self.buffer[1 - rank, row], out=self._out[row])
+            else:  # in the order of ranks
+                self.buffer[rank, rows].copy_(own)
+                torch.sum(self.buffer[:, rows], 0, out=self._out[rows])
+        self.finish()
         self._running = []
         return self._out

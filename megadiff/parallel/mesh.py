@@ -57,15 +57,16 @@ def build_mesh(
     context: int = 1,
     kv_copies: int = 1,
     sequence_parallel: bool = False,
-    tp_comm_overlap: bool = False,
+    tp_message_bytes: int = 0,
     timeout: timedelta = timedelta(minutes=10),
     device_type: str = "cpu",
 ) -> ParallelMesh:
     """Make all groups of the default process group's world; every rank calls it once.
 
     `kv_copies` is the number of neighbouring tensor-parallel ranks that share a key/value group (1
-    unless there are more tensor-parallel ranks than groups). Raises ValueError when the world size
-    is not a multiple of `tensor * pipeline * context`.
+    unless there are more tensor-parallel ranks than groups). `tp_message_bytes`: copy engines carry
+    the tensor-parallel messages, which have at most so many bytes. Raises ValueError when the world
+    size is not a multiple of `tensor * pipeline * context`.
     """
     if not dist.is_initialized():
         if tensor * pipeline * context != 1:
@@ -86,8 +87,8 @@ def build_mesh(
         return _axis(ranks, dims, rank, timeout)
 
     pp, dp, cp, tp = (axis([dim]) for dim in range(4))
-    if tp_comm_overlap and tp.group is not None:
-        tp = replace(tp, peers=PeerMemory(tp.group, tp.rank, tp.size))
+    if tp_message_bytes and tp.group is not None:
+        tp = replace(tp, peers=PeerMemory(tp.group, tp.rank, tp.size, tp_message_bytes))
     # DeviceMesh wants a group for axes of size 1 too. This rank makes it alone, which NCCL could
     # not: it splits groups off the one of all ranks.
     backend = "gloo" if dist.get_backend() == "nccl" else None

@@ -4,6 +4,7 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megadiff.config import Config, ConfigError
+from megadiff.config import Config, ConfigError, ParallelConfig
+from megadiff.models.memory import message_bytes
 from megadiff.parallel.failure import end_when_others_fail
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
 
@@ -48,12 +50,11 @@ def start(config: Config) -> Environment:
     parallel = config.parallel
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     control: Any = None
+    if parallel.tp_comm_overlap:
+        _need_peers(device, parallel)
     if (world_size() > 1 or config.training.deepspeed) and not dist.is_initialized():
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
-            # torchrun's choice: a message that times out is aborted, and a rank that waits for it
-            # goes on with what is in its buffers. 3, torch's own, ends the process where it is.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+        end_where_it_waits()
         store, rank, size = _meet(timeout)
         dist.init_process_group(
             backend,
@@ -69,15 +70,13 @@ def start(config: Config) -> Environment:
             control = dist.group.WORLD
         else:
             control = dist.new_group(timeout=timeout, backend="gloo")
-    if parallel.tp_comm_overlap:
-        _need_peers(device, parallel.tensor_model_parallel_size)
     mesh = build_mesh(
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,
         kv_copies=max(1, parallel.tensor_model_parallel_size // config.model.query_groups),
         sequence_parallel=parallel.sequence_parallel,
-        tp_comm_overlap=parallel.tp_comm_overlap,
+        tp_message_bytes=message_bytes(config) if parallel.tp_comm_overlap else 0,
         timeout=timeout,
         device_type=device.type,
     )
@@ -104,23 +103,42 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, size
 
 
-def _need_peers(device: torch.device, tp: int) -> None:
+def end_where_it_waits() -> None:
+    """A rank whose message times out ends, and does not go on with what is in its buffers.
+
+    It goes on under torchrun's choice, 1, which aborts the message; 3 is torch's own.
+    """
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+
+
+def _need_peers(device: torch.device, parallel: ParallelConfig) -> None:
     """Raises ConfigError unless tensor-parallel ranks are GPUs that reach each other's memory."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type != "cuda" or dist.get_backend() != "nccl":
-        raise ConfigError("--tp-comm-overlap needs GPUs and NCCL; leave it out here")
-    if local % tp:
-        raise ConfigError(
-            f"--tp-comm-overlap works within a host, and its {local} ranks are not a multiple of "
-            f"--tensor-model-parallel-size {tp}"
+
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise ConfigError(f"--tp-comm-overlap {message}; leave it out here")
+
+    tp, local = parallel.tensor_model_parallel_size, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    need(device.type == "cuda", "needs GPUs")
+    need(parallel.distributed_backend != "gloo", "needs --distributed-backend nccl")
+    need(find_spec("cuda") is not None, "needs the package cuda-bindings")
+    need(
+        local > 0 and local % tp == 0,
+        f"works within a host, whose {local} ranks (LOCAL_WORLD_SIZE) are not a multiple of "
+        f"--tensor-model-parallel-size {tp}",
+    )
+    first, count = device.index // tp * tp, torch.cuda.device_count()
+    need(
+        first + tp <= count,
+        f"needs every rank to see the GPUs of all {tp} tensor-parallel ranks, and this one sees "
+        f"{count}",
+    )
+    for peer in range(first, first + tp):
+        need(
+            peer == device.index or torch.cuda.can_device_access_peer(device.index, peer),
+            f"needs GPU {device.index} to reach the memory of GPU {peer}, and it can not",
         )
-    first = device.index // tp * tp
-    for peer in range(first, min(first + tp, torch.cuda.device_count())):
-        if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
-            raise ConfigError(
-                f"--tp-comm-overlap: GPU {device.index} can not reach the memory of GPU {peer}; "
-                "leave it out here"
-            )
 
 
 def _pick_device(config: Config) -> torch.device:

@@ -1,22 +1,28 @@
-"""Messages that copy engines carry are those that NCCL would, and training with them is exact."""
+"""Messages that copy engines carry arrive whole, and training with them is exact.
+
+Their order is checked on simulated streams; with `-m gpu` on GPUs too.
+"""
 
 import os
 import random
 import socket
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megadiff.config import Config, ConfigError, load_config, validate
 from megadiff.models.memory import estimate_memory
-from megadiff.parallel import collectives
-from megadiff.parallel.copy_engine import PeerMemory
+from megadiff.parallel import collectives, copy_engine
+from megadiff.parallel.copy_engine import PIECES, PeerMemory
 from megadiff.parallel.mesh import Axis
-from megadiff.training.setup import start
+from megadiff.training import setup
 from tests.distributed import run_distributed
 from tests.parallel.parity import Cell, Outcome, differences, run_cell
+from tests.parallel.simulated_gpus import Event, OnStream, Stream, connect, run
 
 SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
 FAST = f"{SPLIT} --tp-comm-overlap"
@@ -34,14 +40,31 @@ def test_it_needs_sequence_parallelism():
         validate(config, 2)
 
 
-def start_on_cpu() -> str:
-    with pytest.raises(ConfigError) as refused:
-        start(config_with(f"{FAST} --device cpu"))
-    return str(refused.value)
-
-
-def test_it_needs_gpus():
-    assert "needs GPUs and NCCL" in run_distributed(2, start_on_cpu)[0]
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"device": "cpu"}, "needs GPUs"),
+        ({"backend": "gloo"}, "needs --distributed-backend nccl"),
+        ({"local": 3}, "whose 3 ranks"),
+        ({"seen": 1}, "this one sees 1"),
+        ({"reach": False}, "needs GPU 1 to reach the memory of GPU 0"),
+        ({}, None),
+    ],
+)
+def test_what_it_needs_is_told(monkeypatch, changes, told):
+    given = {"device": "cuda:1", "backend": None, "local": 4, "seen": 4, "reach": True} | changes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(given["local"]))
+    monkeypatch.setattr(setup, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: given["seen"])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: given["reach"])
+    parallel = config_with(FAST).parallel
+    parallel.distributed_backend = given["backend"]
+    check = partial(setup._need_peers, torch.device(given["device"]), parallel)
+    if told is None:
+        check()
+        return
+    with pytest.raises(ConfigError, match=told):
+        check()
 
 
 def test_its_buffers_are_in_the_estimate():
@@ -52,47 +75,173 @@ def test_its_buffers_are_in_the_estimate():
     assert with_them - without == 4 * 2 * 64 * 64 * 4
 
 
+@pytest.mark.parametrize("batch", range(1, 20))
+def test_pieces_are_whole_sequences_and_few(batch):
+    (peers, *_) = connect(2, 0)
+    parts = collectives.pieces(batch, Axis(size=2, peers=peers))
+    assert [i for rows in parts for i in range(rows.start, rows.stop)] == list(range(batch))
+    assert min(batch, 2) <= len(parts) <= PIECES
+
+
+# What the linear layers do: a row layer's sum, a column layer's gather, and in backward the row
+# layer's gather and the column layer's gather and sum at once.
+FORWARD, BACKWARD = ["gather", "sum"] * 2, ["gather", "both"] * 2
+ORDERS = {
+    "forward and backward": (FORWARD + BACKWARD) * 4,
+    "backward only": BACKWARD * 8,
+    "recomputed": (FORWARD + FORWARD + BACKWARD) * 3,
+    "any": [],
+}
+
+
+def messages_of(axis: Axis, order: list[str], seed: int, errors: list[str]) -> list[Tensor]:
+    """Puts the messages of one rank on its streams; returns what has to stay alive meanwhile."""
+    n, rank, kept = axis.size, axis.rank, []
+    for i, kind in enumerate(order):
+        generator = torch.Generator().manual_seed(1000 * seed + i)
+        batch = (1, 2, 4, 8, 9)[int(torch.randint(5, (), generator=generator))]
+        every = torch.randint(-60, 60, (n, batch, 2 * n, 3), generator=generator).float()
+        y = every[rank].clone()
+        x = y.chunk(n, 1)[rank].contiguous()
+        kept += [x, y]
+
+        def read(found: Tensor, wanted: Tensor, what: str) -> None:
+            def compare() -> None:
+                if not torch.equal(found, wanted):
+                    errors.append(what)
+
+            Stream.current.run(compare)
+
+        whole = torch.cat([every[r].chunk(n, 1)[r] for r in range(n)], 1)
+        parts = collectives.pieces(batch, axis)
+        name = f"rank {rank}, message {i}, {kind}"
+        gather = scatter = None
+        if kind != "sum":
+            gather = collectives.start_gather(x, axis, parts if kind == "gather" else None)
+        if kind == "gather":
+            for rows in parts:
+                read(gather.wait(rows), whole[rows], f"{name}: {rows}")
+        if kind != "gather":
+            scatter = collectives.start_reduce_scatter(y.shape, y, axis)
+            for rows in parts:
+                scatter.start(rows, y[rows])
+        if gather is not None:
+            read(gather.wait(), whole, f"{name}: whole")
+        if scatter is not None:
+            kept.append(scatter.wait())
+            read(kept[-1], every.sum(0).chunk(n, 1)[rank], f"{name}: sum")
+        Stream.current.run(partial(x.fill_, 99))  # freed, and used for something else
+        Stream.current.run(partial(y.fill_, 99))
+        del gather, scatter
+    return kept
+
+
+def simulate(ranks: int, order: list[str], seed: int) -> list[str]:
+    """What was read and is not what was sent."""
+    choose, errors, streams, kept = random.Random(seed), [], [], []
+    order = order or [choose.choice(["gather", "sum", "both"]) for _ in range(30)]
+    host = connect(ranks, 9 * 2 * ranks * 3 * 4)
+    for peers in host:
+        Stream.current = Stream()
+        axis = Axis(rank=peers.rank, size=ranks, peers=peers)
+        with OnStream():
+            kept += messages_of(axis, order, seed, errors)
+        streams += [Stream.current, peers.to_peers, peers.to_itself]
+    run(streams, seed)
+    return errors
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.current)
+    Stream.current = Stream()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_arrive_whole_in_any_order_of_events(no_gpu, order, ranks):
+    for seed in range(8):
+        assert not simulate(ranks, ORDERS[order], seed), f"seed {seed}"
+
+
+def test_a_buffer_less_is_too_few(no_gpu, monkeypatch):
+    monkeypatch.setattr(copy_engine, "SLOTS", 3)
+    assert any(simulate(2, ORDERS["any"], seed) for seed in range(20))
+
+
+def test_a_message_is_read_before_the_second_one_after_it_starts(no_gpu):
+    axis = Axis(size=2, peers=connect(2, 48)[0])
+    x = torch.ones(1, 2, 3)
+    first = collectives.start_gather(x, axis)
+    first.wait()
+    collectives.start_gather(x, axis)
+    with pytest.raises(RuntimeError, match="still held"):
+        collectives.start_gather(x, axis)
+    del first
+    with pytest.raises(RuntimeError, match="for buffers of 512"):
+        collectives.start_gather(torch.ones(40, 2, 3), axis)
+    collectives.start_gather(x, axis)
+    with pytest.raises(RuntimeError, match="not waited for"):
+        collectives.start_gather(x, axis)
+
+
+@pytest.mark.parametrize(("given", "used"), [("1", "3"), ("0", "0"), (None, None)])
+def test_a_message_that_times_out_is_not_aborted(monkeypatch, given, used):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    setup.end_where_it_waits()
+    assert os.environ.get(name) == used
+
+
 def exchange() -> None:
+    """The same orders on GPUs, of which each may have several ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # more ranks than GPUs
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(rank % torch.cuda.device_count())
     group = dist.group.WORLD
     assert group is not None
-    axis = Axis(group, rank, size, PeerMemory(group, rank, size))
+    axis = Axis(group, rank, size, PeerMemory(group, rank, size, 9 * 8 * size * 520 * 4))
     late = random.Random(rank)
 
     def be_late() -> None:
         torch.cuda._sleep(late.choice([0, 0, 10**5, 3 * 10**6]))  # up to two milliseconds
 
-    for i in range(120):
+    for i in range(160):
         generator = torch.Generator().manual_seed(i)
-        batch, width = (1, 2, 3, 4, 8, 9)[i % 6], (64, 256, 520)[i % 3]  # buffers grow
+        kind = ["gather", "sum", "both"][int(torch.randint(3, (), generator=generator))]
+        batch, width = (1, 2, 3, 4, 8, 9)[i % 6], (64, 256, 520)[i % 3]
         dtype = (torch.bfloat16, torch.float32)[i % 2]
         # whole numbers, whose sums are exact
         shape = (size, batch, 8 * size, width)
         every = torch.randint(-60, 60, shape, generator=generator).to(dtype)
         y = every[rank].cuda()
         x = y.chunk(size, 1)[rank]  # not contiguous
+        whole = torch.cat([every[r].chunk(size, 1)[r] for r in range(size)], 1)
         pieces = collectives.pieces(batch, axis)
+        gather = scatter = None
         be_late()
-        gather = collectives.start_gather(x, axis, pieces)
-        parts = torch.cat([gather.wait(rows).clone() for rows in pieces])
+        if kind != "sum":
+            gather = collectives.start_gather(x, axis, pieces if kind == "gather" else None)
+        if kind == "gather":
+            parts = torch.cat([gather.wait(rows).clone() for rows in pieces])
+            assert torch.equal(parts.cpu(), whole), f"gathered in pieces, message {i}"
         be_late()
-        scatter = collectives.start_reduce_scatter(y.shape, y, axis)
-        for rows in pieces:
-            scatter.start(rows, y[rows])
-        whole = gather.wait().clone()
-        total = scatter.wait()
+        if kind != "gather":
+            scatter = collectives.start_reduce_scatter(y.shape, y, axis)
+            for rows in pieces:
+                scatter.start(rows, y[rows])
+        if gather is not None:
+            found = gather.wait().clone()
+            be_late()
+            assert torch.equal(found.cpu(), whole), f"gathered, message {i}"
+        if scatter is not None:
+            total = scatter.wait()
+            assert torch.equal(total.cpu(), every.sum(0).chunk(size, 1)[rank]), f"sum, message {i}"
         del gather, scatter
-        expected = torch.cat([every[r].chunk(size, 1)[r] for r in range(size)], 1)
-        assert torch.equal(parts.cpu(), expected), f"gathered in pieces, message {i}"
-        assert torch.equal(whole.cpu(), expected), f"gathered, message {i}"
-        assert torch.equal(total.cpu(), every.sum(0).chunk(size, 1)[rank]), f"sum, message {i}"
-
-    first, second = (collectives.start_gather(x, axis) for _ in range(2))
-    with pytest.raises(RuntimeError, match="still held"):
-        collectives.start_gather(x, axis)
-    del first, second
     dist.barrier()
 
 
