@@ -84,6 +84,7 @@ def _validate_float8(config: Config) -> None:
     t, cp = config.training, config.parallel.context_parallel_size
     require(t.bf16, f"--fp8 is for models in bfloat16, not {t.dtype}: give --bf16")
     require(not t.deepspeed, "--fp8 is for the native engine, not for --deepspeed")
+    require(not config.parallel.tp_comm_overlap, "--fp8 does not go with --tp-comm-overlap")
     tokens = t.micro_batch_size * t.seq_length // cp
     require(
         tokens % 16 == 0,

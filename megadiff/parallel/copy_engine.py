@@ -16,6 +16,7 @@ buffers of its reader, in turn. No rank asks before it writes into one again, be
 
 import weakref
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, message_bytes: int) -> None:
-        from cuda.bindings import driver, runtime  # they come with torch for CUDA
-
+        # they come with torch for CUDA, and have no types
+        driver, runtime = (import_module(f"cuda.bindings.{name}") for name in ("driver", "runtime"))
         self.rank, self.size = rank, size
         self.others = [*range(rank + 1, size), *range(rank)]
         self._copy_rows, self._copy = runtime.cudaMemcpy2DAsync, runtime.cudaMemcpyAsync
@@ -95,11 +96,14 @@ class PeerMemory:
     ) -> None:
         """`rows` of `width` bytes, which begin every `pitch` and `source_pitch` bytes."""
         stream = self._stream(peer)
-        if rows == 1:  # there is a limit on pitches
-            _check(self._copy(to, source, width, self._kind, stream))
-        else:
+        if rows > 1 and max(pitch, source_pitch) < 2**31:
             copy = (to, pitch, source, source_pitch, width, rows)
             _check(self._copy_rows(*copy, self._kind, stream))
+            return
+        for row in range(rows):
+            _check(
+                self._copy(to + row * pitch, source + row * source_pitch, width, self._kind, stream)
+            )
 
     def raise_flags(self, peer: int, slot: int, pieces: range, number: int) -> None:
         """Write `number` behind `pieces` of this rank's message to `peer`."""
@@ -130,7 +134,7 @@ def _can_flush(driver: Any) -> bool:
 
 def _check(result: tuple[Any, ...]) -> None:
     if int(result[0]):
-        raise RuntimeError(f"a copy between GPUs could not be started: {result[0].name}")
+        raise RuntimeError(f"a copy between GPUs failed to start: {result[0].name}")
 
 
 class _Progress:

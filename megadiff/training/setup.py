@@ -122,7 +122,8 @@ def _need_peers(device: torch.device, parallel: ParallelConfig) -> None:
     tp, local = parallel.tensor_model_parallel_size, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     need(device.type == "cuda", "needs GPUs")
     need(parallel.distributed_backend != "gloo", "needs --distributed-backend nccl")
-    need(find_spec("cuda") is not None, "needs the package cuda-bindings")
+    found = find_spec("cuda") and find_spec("cuda.bindings")
+    need(found is not None, "needs the package cuda-bindings")
     need(
         local > 0 and local % tp == 0,
         f"works within a host, whose {local} ranks (LOCAL_WORLD_SIZE) are not a multiple of "

@@ -8,21 +8,25 @@ import random
 import socket
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadiff.config import Config, ConfigError, load_config, validate
+from megadiff.config import Config, ConfigError, ModelConfig, load_config, validate
+from megadiff.models.decoder import Decoder
 from megadiff.models.memory import estimate_memory
 from megadiff.parallel import collectives, copy_engine
 from megadiff.parallel.copy_engine import PIECES, PeerMemory
-from megadiff.parallel.mesh import Axis
+from megadiff.parallel.mesh import Axis, ParallelMesh
+from megadiff.parallel.parameter import initialize
+from megadiff.parallel.recompute import Recompute
 from megadiff.training import setup
 from tests.distributed import run_distributed
 from tests.parallel.parity import Cell, Outcome, differences, run_cell
-from tests.parallel.simulated_gpus import Event, OnStream, Stream, connect, run
+from tests.parallel.simulated_gpus import Event, OnStream, SimulatedPeers, Stream, connect, run
 
 SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
 FAST = f"{SPLIT} --tp-comm-overlap"
@@ -65,6 +69,12 @@ def test_what_it_needs_is_told(monkeypatch, changes, told):
         return
     with pytest.raises(ConfigError, match=told):
         check()
+
+
+def test_it_does_not_go_with_float8():
+    """Its pieces would be more variants of the compiled products than the compiler takes."""
+    with pytest.raises(ConfigError, match="does not go with --tp-comm-overlap"):
+        validate(config_with(f"{FAST} --bf16 --fp8"), 2)
 
 
 def test_its_buffers_are_in_the_estimate():
@@ -185,6 +195,44 @@ def test_a_message_is_read_before_the_second_one_after_it_starts(no_gpu):
     collectives.start_gather(x, axis)
     with pytest.raises(RuntimeError, match="not waited for"):
         collectives.start_gather(x, axis)
+
+
+def loss_and_gradients(peers: PeerMemory | None, recompute: Recompute) -> list[Tensor]:
+    """Of two micro-batches, whose backwards follow both forwards, with an evaluation between."""
+    layers = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+    config = ModelConfig(**layers, vocab_size=53, hybrid_layer_pattern="2G")
+    mesh = ParallelMesh()
+    if peers is not None:
+        mesh = ParallelMesh(tp=Axis(peers=peers), sequence_parallel=True)
+    model = Decoder(config, mesh, max_positions=16, recompute=recompute, dtype=torch.float64)
+    initialize(model, seed=7)
+    text = torch.randint(0, 53, (9, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(9, -1)
+    first = model(text, positions, text).sum()
+    second = model(text.flip(1), positions, text).sum()
+    first.backward()
+    with torch.no_grad():
+        evaluated = model(text, positions, text).sum()
+    second.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [first.detach(), second.detach(), evaluated, *gradients]
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", "uniform", 1)])
+def test_layers_read_every_message_in_time(no_gpu, monkeypatch, recompute):
+    """One rank's layers, whose messages to itself are spoilt as soon as others may write there."""
+    begin = PeerMemory.begin
+
+    def spoil(peers: SimulatedPeers, message: Any, size: int) -> int:
+        index = begin(peers, message, size)
+        peers.buffers.memory.view(copy_engine.SLOTS, -1)[index % copy_engine.SLOTS] = 127
+        return index
+
+    monkeypatch.setattr(SimulatedPeers, "begin", spoil)
+    monkeypatch.setattr(Stream, "run", lambda stream, do, when=None: do())  # at once
+    found = loss_and_gradients(connect(1, 9 * 16 * 32 * 8)[0], recompute)
+    for ours, wanted in zip(found, loss_and_gradients(None, recompute), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("given", "used"), [("1", "3"), ("0", "0"), (None, None)])
