@@ -108,6 +108,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def checkpoint_at(path: Path) -> Path:
     """The checkpoint at `path`, or the one that a run would resume from in that folder."""
+    if not path.exists():
+        raise CheckpointError(f"there is no folder {path}")
     if (path / layout.MANIFEST).exists() or not path.is_dir():
         return path
     found = find_checkpoint(path, verify=False)

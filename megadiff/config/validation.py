@@ -143,7 +143,8 @@ def _validate_training(config: Config, world_size: int) -> None:
     decay = o.lr_decay_iters or t.train_iters or 0
     require(
         0 <= o.lr_warmup_iters <= decay or o.lr_decay_samples is not None,
-        f"--lr-warmup-iters {o.lr_warmup_iters} is longer than the schedule of {decay} steps",
+        f"--lr-warmup-iters {o.lr_warmup_iters} is longer than the schedule of {decay} steps; "
+        "set it, or --train-iters or --lr-decay-iters",
     )
     require(
         o.main_weights == "float32" or t.bf16,

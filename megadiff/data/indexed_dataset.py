@@ -160,7 +160,7 @@ def refuse_existing(prefixes: Sequence[str], overwrite: bool) -> None:
 
 def _missing(prefix: str) -> str:
     for suffix in (".bin", ".idx"):
-        if prefix.endswith(suffix) and Path(prefix).is_file():
+        if prefix.endswith(suffix):
             return f"{prefix}: give the path without {suffix}: {prefix.removesuffix(suffix)}"
     lacking = [p for p in (bin_path(prefix), idx_path(prefix)) if not Path(p).is_file()]
     path = Path(prefix)

@@ -108,7 +108,8 @@ class Batches(BatchLoader):
         if largest >= self.vocab_size:
             raise DataError(
                 f"the {self.name} data hold token {largest}, but the vocabulary has "
-                f"{self.vocab_size}: they were made with another tokenizer"
+                f"{self.vocab_size}: they were made with another tokenizer than "
+                "--tokenizer-model or --vocab-size says"
             )
 
 

@@ -54,16 +54,14 @@ def test_list_and_show(folder, capsys):
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
-    assert main(["list", str(tmp_path / "nowhere")]) == 1
-    assert capsys.readouterr() == (
-        "",
-        f"checkpoint: error: there is no folder {tmp_path}/nowhere\n",
-    )
+    for command in (["list"], ["show"], ["to-deepspeed", "--output", str(tmp_path / "out")]):
+        assert main([*command, str(tmp_path / "nowhere")]) == 1
+        assert capsys.readouterr() == (
+            "",
+            f"checkpoint: error: there is no folder {tmp_path}/nowhere\n",
+        )
     assert main(["list", str(tmp_path)]) == 1
     assert f"no checkpoints in {tmp_path}\n" in capsys.readouterr().err
-    to_deepspeed = ["to-deepspeed", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")]
-    assert main(to_deepspeed) == 1
-    assert f"there is no checkpoint {tmp_path}/nowhere\n" in capsys.readouterr().err
 
 
 def test_verify_finds_a_flipped_bit(folder, capsys):
