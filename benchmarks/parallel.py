@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.step_budget import CLASSES
 from megadiff.config import load_config, validate
 from megadiff.data.loader import MicroBatch
 from megadiff.models.memory import estimate_memory
@@ -84,7 +85,7 @@ ROWS = [
         config=LARGE_CONFIG),
     Row("6.8B_64k_one", 1, LARGE, steps=(1, 1), config=LARGE_CONFIG),
     # the pipeline with one sequence at a time
-    Row("pp2_small", 2, f"{BATCH} --micro-batch-size 1 {TWO_STAGES}", "one", 0.90),
+    Row("pp2_small", 2, f"{BATCH} --micro-batch-size 1 {TWO_STAGES}", "one"),
 ]  # fmt: skip
 
 QUICK = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 --seq-length 64"
@@ -305,11 +306,15 @@ def train(row: Row, flags: list[str]) -> dict[str, Any]:
 
 KINDS = {
     "messages": r"nccl|memcpy (dtod|ptop)",
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitk",
-    "attention": r"forward_(joint|in_turn)|backward_(keys|queries)|preprocess|flash|fmha",
-    "optimizer": r"adam|multi_tensor|foreach",
+    "optimizer": CLASSES["optimizer"],
+    "attention": CLASSES["attention"],
+    "products": CLASSES["matrix products"],
     "copies": r"memcpy|memset|copy|cat",
 }
+
+
+def kind_of(kernel: str) -> str:
+    return next((k for k, r in KINDS.items() if re.search(r, kernel, re.IGNORECASE)), "other")
 
 
 def profile(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
@@ -332,7 +337,7 @@ def profile(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     names: dict[str, float] = {}
     compute = []
     for begin, end, name in kernels:
-        kind = next((k for k, r in KINDS.items() if re.search(r, name, re.IGNORECASE)), "other")
+        kind = kind_of(name)
         kinds[kind] = kinds.get(kind, 0.0) + (end - begin) / 1e6
         if kind != "messages":
             compute.append((begin, end, name))

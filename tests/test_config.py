@@ -103,6 +103,18 @@ def test_bad_flags(flags, message):
         ([*RUN, "--fp16", "--fp8"], 1, "--fp8 is for models in bfloat16, not float16"),
         ([*RUN, "--bf16", "--fp8", "--seq-length", "20"], 1, "a multiple of 16 tokens"),
         ([*RUN, "--bf16", "--fp8", "--deepspeed"], 1, "native engine, not for --deepspeed"),
+        (
+            [
+                *RUN,
+                "--deepspeed",
+                "--tensor-model-parallel-size",
+                "2",
+                "--sequence-parallel",
+                "--tp-comm-overlap",
+            ],
+            2,
+            "--deepspeed does not go with --tp-comm-overlap",
+        ),
         ([*RUN, "--loss-scale", "128"], 1, "--loss-scale 128.0 is for --fp16"),
         ([*RUN, "--fp16", "--hysteresis", "0"], 1, "--hysteresis is 0, must be positive"),
         ([*RUN, "--overlap-param-gather"], 1, "needs --use-distributed-optimizer"),

@@ -205,8 +205,8 @@ class RowParallelLinear(nn.Module):
 class _Product(torch.autograd.Function):
     """y = x W^T + b; messages travel while products are computed.
 
-    Under sequence parallelism the input arrives in two parts, of which the second travels during
-    the first one's product. The input's gradient is communicated while the weight's is computed.
+    Under sequence parallelism the input arrives in pieces, of which each travels during the product
+    of the one before. The input's gradient is communicated while the weight's is computed.
     `kept` says what stays of x until then.
     """
 
@@ -272,7 +272,7 @@ class _Product(torch.autograd.Function):
 class _ScatteredProduct(torch.autograd.Function):
     """y = x W^T summed over ranks, of which each keeps its part of the sequence.
 
-    Half of the sum travels while the other half's product is computed, and so do the halves of the
+    A piece of the sum travels while the next one's product is computed, and so do pieces of the
     gradient in backward.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parallel import ROWS, covered, flags_of, given_rows, together
+from benchmarks.parallel import ROWS, covered, flags_of, given_rows, kind_of, together
 from megadiff.config import load_config, validate
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +17,24 @@ ROOT = Path(__file__).parents[2]
 def test_time_that_several_kernels_share_counts_once():
     kernels = [(0, 4, "a"), (2, 6, "b"), (3, 4, "c"), (8, 9, "d")]
     assert covered([(b * 10**6, e * 10**6, name) for b, e, name in kernels]) == 7
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("forward", "attention"),  # on Hopper
+        ("forward_in_turn", "attention"),
+        ("backward_keys", "attention"),
+        ("_swiglu_forward", "other"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "messages"),
+        ("Memcpy PtoP (Device -> Device)", "messages"),
+        ("Memcpy HtoD (Pageable -> Device)", "copies"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_splitK_NTN", "products"),
+        ("_adamw", "optimizer"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert kind_of(kernel) == kind
 
 
 def test_rows_of_one_gpu_run_together_and_are_the_baseline_of_what_follows():
