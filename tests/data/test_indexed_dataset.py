@@ -114,6 +114,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     bin_file, idx_file = Path(prefix + ".bin"), Path(prefix + ".idx")
     with pytest.raises(DataError, match=r"without \.bin"):
         IndexedDataset(prefix + ".bin")
+    with pytest.raises(DataError, match=r"without \.idx"):  # nor is it there
+        IndexedDataset(prefix + "_absent.idx")
     with pytest.raises(DataError, match="no such dataset"):
         IndexedDataset(str(tmp_path / "other"))
     made = write(tmp_path / "web_text_document", DOCUMENTS)
