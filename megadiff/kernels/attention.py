@@ -3,13 +3,13 @@
 import functools
 import logging
 import os
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megadiff.kernels import hopper, reference, sdpa
+from megadiff.kernels.device import HAS_TRITON
 from megadiff.kernels.geometry import Geometry, make_geometry
 from megadiff.kernels.norm import rms_norm
 
@@ -18,15 +18,10 @@ Backend = Literal["auto", "reference", "sdpa", "triton", "hopper"]
 _log = logging.getLogger(__name__)
 
 
-@functools.cache  # looks through all folders of packages
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 @torch.compiler.assume_constant_result
 def _why_no_triton(device: str, capability: tuple[int, int]) -> str | None:
     """What keeps Triton kernels from running on a device, or None."""
-    if not _has_triton():
+    if not HAS_TRITON:
         return "Triton is not installed"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensors are on the CPU"
@@ -145,16 +140,9 @@ def attention(
     if h_k != h_v or h % h_v:
         raise ValueError(f"{h} query heads cannot share {h_k} key and {h_v} value heads")
     geometry = make_geometry(
-        q,
-        k,
-        causal=causal,
-        window=window,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        seqused_k=seqused_k,
-    )
+        q, k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
+    )  # fmt: skip
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if backend not in ("auto", "reference", "sdpa"):
         raise ValueError(
@@ -234,16 +222,9 @@ def diff_attention(
     if norm_eps is not None:  # compiled kernels take float32: an integer has another type
         norm_eps, out_scale = float(norm_eps), None if out_scale is None else float(out_scale)
     geometry = make_geometry(
-        q,
-        k,
-        causal=causal,
-        window=window,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        seqused_k=seqused_k,
-    )
+        q, k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k,
+    )  # fmt: skip
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     tensors = [x for x in (q, k, v, lam, norm_weight) if x is not None]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

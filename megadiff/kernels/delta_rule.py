@@ -46,11 +46,10 @@ def delta_rule(
     """
     _check(q, k, v, beta, g)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = q.dtype if q.dtype == k.dtype == v.dtype else None
+    operator = fla.DeltaRule(dtype, q.shape[2], q.shape[3], v.shape[3], g is not None)
     variant = fla.Variant(cu_seqlens is not None, initial_state is not None, output_final_state)
-    fused = fla.delta_rule_kernel(
-        q, k, v, gated=g is not None, variant=variant, reference=chunk_delta_rule
-    )
-    run = fused or chunk_delta_rule
+    run = fla.kernel_for(operator, variant, q.device, chunk_delta_rule) or chunk_delta_rule
     return run(q, k, v, beta, g, factor, initial_state, cu_seqlens, output_final_state)
 
 

@@ -54,122 +54,135 @@ class Case:
     gradients: tuple[torch.Tensor, ...]
 
 
-def delta_rule_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    gated: bool,
+_BOUNDS = (0, 130, 130, 203, 260)  # documents of the test, one of them empty
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The chunked delta rule, with the arguments of `chunk_delta_rule`."""
+
+    dtype: torch.dtype | None  # of q, k and v; None where they differ
+    heads: int
+    key_width: int
+    value_width: int
+    gated: bool
+
+    def __str__(self) -> str:
+        return "gated delta rule" if self.gated else "delta rule"
+
+    def load(self) -> Kernel:
+        name = "gated_delta_rule" if self.gated else "delta_rule"
+        kernel = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
+
+        def run(q, k, v, beta, g, scale, initial_state, cu_seqlens, final):  # type: ignore[no-untyped-def]
+            tensors = {"q": q, "k": k, "v": v, "beta": beta} | ({"g": g} if self.gated else {})
+            # An integer scale of 1 would be compiled in, which some ptxas miscompile.
+            output, state = kernel(
+                **_packed(tensors, cu_seqlens),
+                scale=float(scale),
+                initial_state=None if initial_state is None else initial_state.float(),
+                output_final_state=final,
+            )
+            return output.view(v.shape), state
+
+        return run
+
+    def case(self, device: torch.device, variant: Variant) -> Case:
+        """Several chunks, a ragged end, correlated keys."""
+        normal = _generator()
+        rows, sequences = ((1, 260), len(_BOUNDS) - 1) if variant.packed else ((2, 130), 2)
+        keys, values = (*rows, self.heads, self.key_width), (*rows, self.heads, self.value_width)
+        state = (sequences, self.heads, self.key_width, self.value_width)
+        arguments = {
+            "q": F.normalize(F.silu(normal(*keys)), dim=-1).to(device, self.dtype),
+            "k": F.normalize(F.silu(normal(*keys)), dim=-1).to(device, self.dtype),
+            "v": normal(*values).to(device, self.dtype),
+            "beta": normal(*rows, self.heads).sigmoid().to(device),
+            "g": -0.1 * normal(*rows, self.heads).exp().to(device) if self.gated else None,
+            "scale": self.key_width**-0.5,
+            "initial_state": normal(*state).to(device) if variant.state else None,
+            "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
+            "output_final_state": variant.final,
+        }
+        gradients = [normal(*values).to(device, self.dtype), normal(*state).to(device)]
+        return Case(arguments, tuple(gradients if variant.final else gradients[:1]))
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The causal convolution, with the arguments of `torch_short_convolution`."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    channels: int
+    width: int
+    bias: bool
+    silu: bool
+
+    def __str__(self) -> str:
+        return "short convolution"
+
+    def load(self) -> Kernel:
+        module = importlib.import_module("fla.modules.causal_conv1d")
+
+        def run(x, weight, bias, initial_state, silu, cu_seqlens):  # type: ignore[no-untyped-def]
+            output, state = module.causal_conv1d(
+                **_packed({"x": x}, cu_seqlens),
+                weight=weight[:, 0],
+                bias=bias,
+                activation="silu" if silu else None,
+                # fla keeps one input more, which no output sees: [sequences, channels, width]
+                initial_state=None if initial_state is None else F.pad(initial_state.mT, (1, 0)),
+                output_final_state=True,
+            )
+            return output.view(x.shape), state[..., 1:].mT
+
+        return run
+
+    def case(self, device: torch.device, variant: Variant) -> Case:
+        normal = _generator()
+        rows, sequences = ((1, 260), len(_BOUNDS) - 1) if variant.packed else ((2, 130), 2)
+        tokens, state = (*rows, self.channels), (sequences, self.width - 1, self.channels)
+        weight, bias = normal(self.channels, 1, self.width), normal(self.channels)
+        arguments = {
+            "x": normal(*tokens).to(device, self.dtype),
+            "weight": weight.to(device, self.weight_dtype),
+            "bias": bias.to(device, self.weight_dtype) if self.bias else None,
+            "initial_state": normal(*state).to(device, self.dtype) if variant.state else None,
+            "silu": self.silu,
+            "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
+        }
+        gradients = (normal(*tokens), normal(*state))
+        return Case(arguments, tuple(x.to(device, self.dtype) for x in gradients))
+
+
+def kernel_for(
+    operator: DeltaRule | ShortConvolution,
     variant: Variant,
+    device: torch.device,
     reference: Kernel,
 ) -> Kernel | None:
-    """fla-core's chunked delta rule with the arguments of `chunk_delta_rule`, if it is right for
-    inputs like these; else None, and `reference` must run."""
-    dtype = q.dtype if q.dtype == k.dtype == v.dtype else None
-    shape = (q.shape[2], q.shape[3], v.shape[3])
-    return _delta_rule_kernel(q.device, dtype, shape, gated, variant, _deterministic(), reference)
+    """fla-core's kernel, with the arguments of `reference`, if it is right for inputs like these;
+    else None, and `reference` must run."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _kernel_for(operator, variant, device, reference, deterministic)
 
 
 @functools.cache
-def _delta_rule_kernel(
-    device: torch.device,
-    dtype: torch.dtype | None,
-    shape: tuple[int, int, int],
-    gated: bool,
+def _kernel_for(
+    operator: DeltaRule | ShortConvolution,
     variant: Variant,
+    device: torch.device,
+    reference: Kernel,
     deterministic: bool,
-    reference: Kernel,
 ) -> Kernel | None:
-    reason = _obstacle(device, dtype, deterministic)
-    if not reason and shape[1] > MAXIMUM_KEY_WIDTH:
-        reason = f"fla-core takes key widths up to {MAXIMUM_KEY_WIDTH}, not {shape[1]}"
-    return choose(
-        "gated delta rule" if gated else "delta rule",
-        variant,
-        device,
-        reason,
-        load=lambda: _load_delta_rule(gated),
-        reference=reference,
-        case=lambda: delta_rule_case(device, dtype or torch.bfloat16, shape, gated, variant),
-    )
-
-
-def short_convolution_kernel(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    silu: bool,
-    variant: Variant,
-    reference: Kernel,
-) -> Kernel | None:
-    """fla-core's causal convolution with the arguments of `torch_short_convolution`, if it is right
-    for inputs like these; else None, and `reference` must run."""
-    dtypes, shape = (x.dtype, weight.dtype), (weight.shape[0], weight.shape[2])
-    return _short_convolution_kernel(
-        x.device, dtypes, shape, bias is not None, silu, variant, _deterministic(), reference
-    )
-
-
-@functools.cache
-def _short_convolution_kernel(
-    device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    shape: tuple[int, int],
-    bias: bool,
-    silu: bool,
-    variant: Variant,
-    deterministic: bool,
-    reference: Kernel,
-) -> Kernel | None:
-    return choose(
-        "short convolution",
-        variant,
-        device,
-        _obstacle(device, dtypes[0], deterministic),
-        load=_load_short_convolution,
-        reference=reference,
-        case=lambda: short_convolution_case(device, dtypes, shape, bias, silu, variant),
-    )
-
-
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
-
-
-def _obstacle(device: torch.device, dtype: torch.dtype | None, deterministic: bool) -> str:
-    """Why fla-core cannot run at all, or nothing."""
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
-    if deterministic:
-        return "deterministic algorithms are asked for and fla-core's kernels are not"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "fla-core takes inputs that are all bfloat16 or all float16"
-    try:
-        version = importlib.metadata.version("fla-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "fla-core is not installed (pip install 'megadiff[fla]')"
-    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
-        return f"fla-core {version} is older than {'.'.join(map(str, MINIMUM_VERSION))}"
-    return ""
-
-
-def choose(
-    name: str,
-    variant: Variant,
-    device: torch.device,
-    reason: str,
-    load: Callable[[], Kernel],
-    reference: Kernel,
-    case: Callable[[], Case],
-) -> Kernel | None:
-    """The loaded kernel if `reason` not to use it is empty and it agrees with `reference`; logs."""
+    name, reason = str(operator), _obstacle(operator, device, deterministic)
     if not reason:
         name += str(variant)
         try:
-            kernel = load()
+            kernel = operator.load()
             with torch.inference_mode(False), torch.enable_grad():
-                reason = disagreement(kernel, reference, case())
+                reason = disagreement(kernel, reference, operator.case(device, variant))
         except Exception as error:  # whatever a compiler or a version check raises
             reason = f"fla-core failed: {type(error).__name__}: {error}".splitlines()[0]
         else:
@@ -180,6 +193,27 @@ def choose(
     level = logging.WARNING if device.type == "cuda" else logging.INFO
     _say(level, f"{name}: torch, because {reason}")
     return None
+
+
+def _obstacle(
+    operator: DeltaRule | ShortConvolution, device: torch.device, deterministic: bool
+) -> str:
+    """Why fla-core cannot run at all, or nothing."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if deterministic:
+        return "deterministic algorithms are asked for and fla-core's kernels are not"
+    if operator.dtype not in (torch.bfloat16, torch.float16):
+        return "fla-core takes inputs that are all bfloat16 or all float16"
+    try:
+        version = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "fla-core is not installed (pip install 'megadiff[fla]')"
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
+        return f"fla-core {version} is older than {'.'.join(map(str, MINIMUM_VERSION))}"
+    if isinstance(operator, DeltaRule) and operator.key_width > MAXIMUM_KEY_WIDTH:
+        return f"fla-core takes key widths up to {MAXIMUM_KEY_WIDTH}, not {operator.key_width}"
+    return ""
 
 
 @functools.cache
@@ -215,111 +249,15 @@ def _results(kernel: Kernel, case: Case) -> dict[str, torch.Tensor]:
     return results
 
 
-def _load_delta_rule(gated: bool) -> Kernel:
-    module = importlib.import_module("fla.ops.gated_delta_rule" if gated else "fla.ops.delta_rule")
-    kernel = module.chunk_gated_delta_rule if gated else module.chunk_delta_rule
-
-    def run(q, k, v, beta, g, scale, initial_state, cu_seqlens, final):  # type: ignore[no-untyped-def]
-        tensors = {"q": q, "k": k, "v": v, "beta": beta} | ({"g": g} if gated else {})
-        tensors, varlen = _packed(tensors, cu_seqlens)
-        # An integer scale of 1 would be compiled in, which some ptxas miscompile.
-        output, state = kernel(
-            **tensors,
-            scale=float(scale),
-            initial_state=None if initial_state is None else initial_state.float(),
-            output_final_state=final,
-            **varlen,
-        )
-        return output.view(v.shape), state
-
-    return run
-
-
-def _load_short_convolution() -> Kernel:
-    module = importlib.import_module("fla.modules.causal_conv1d")
-
-    def run(x, weight, bias, initial_state, silu, cu_seqlens):  # type: ignore[no-untyped-def]
-        tensors, varlen = _packed({"x": x}, cu_seqlens)
-        output, state = module.causal_conv1d(
-            **tensors,
-            weight=weight[:, 0],
-            bias=bias,
-            activation="silu" if silu else None,
-            # fla keeps one input more, which no output sees: [sequences, channels, width]
-            initial_state=None if initial_state is None else F.pad(initial_state.mT, (1, 0)),
-            output_final_state=True,
-            **varlen,
-        )
-        return output.view(x.shape), state[..., 1:].mT
-
-    return run
-
-
 def _packed(
     tensors: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
     """fla's form of packed documents: one row, and a `cu_seqlens` of its own, because fla remembers
     what it derived from one by the tensor's identity."""
     if cu_seqlens is None:
-        return tensors, {}
+        return tensors
     rows = {name: x.flatten(0, 1)[None] for name, x in tensors.items()}
-    return rows, {"cu_seqlens": cu_seqlens.to(torch.int64, copy=True)}
-
-
-_BOUNDS = (0, 130, 130, 203, 260)  # documents of the test, one of them empty
-
-
-def delta_rule_case(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    gated: bool,
-    variant: Variant,
-) -> Case:
-    """Several chunks, a ragged end, correlated keys; `shape`: heads, key width, value width."""
-    heads, key_width, value_width = shape
-    normal = _generator()
-    rows, sequences = ((1, 260), len(_BOUNDS) - 1) if variant.packed else ((2, 130), 2)
-    state = (sequences, heads, key_width, value_width)
-    arguments = {
-        "q": F.normalize(F.silu(normal(*rows, heads, key_width)), dim=-1).to(device, dtype),
-        "k": F.normalize(F.silu(normal(*rows, heads, key_width)), dim=-1).to(device, dtype),
-        "v": normal(*rows, heads, value_width).to(device, dtype),
-        "beta": normal(*rows, heads).sigmoid().to(device),
-        "g": -0.1 * normal(*rows, heads).exp().to(device) if gated else None,
-        "scale": key_width**-0.5,
-        "initial_state": normal(*state).to(device) if variant.state else None,
-        "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
-        "output_final_state": variant.final,
-    }
-    d_output, d_state = normal(*rows, heads, value_width).to(device, dtype), normal(*state)
-    return Case(arguments, (d_output, d_state.to(device)) if variant.final else (d_output,))
-
-
-def short_convolution_case(
-    device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    shape: tuple[int, int],
-    bias: bool,
-    silu: bool,
-    variant: Variant,
-) -> Case:
-    """`dtypes`: of x and of the weight; `shape`: channels, width."""
-    channels, width = shape
-    dtype, weight_dtype = dtypes
-    normal = _generator()
-    rows, sequences = ((1, 260), len(_BOUNDS) - 1) if variant.packed else ((2, 130), 2)
-    state = (sequences, width - 1, channels)
-    arguments = {
-        "x": normal(*rows, channels).to(device, dtype),
-        "weight": normal(channels, 1, width).to(device, weight_dtype),
-        "bias": normal(channels).to(device, weight_dtype) if bias else None,
-        "initial_state": normal(*state).to(device, dtype) if variant.state else None,
-        "silu": silu,
-        "cu_seqlens": torch.tensor(_BOUNDS, device=device) if variant.packed else None,
-    }
-    d_output, d_state = normal(*rows, channels), normal(*state)
-    return Case(arguments, (d_output.to(device, dtype), d_state.to(device, dtype)))
+    return rows | {"cu_seqlens": cu_seqlens.to(torch.int64, copy=True)}
 
 
 def _generator() -> Callable[..., torch.Tensor]:

@@ -22,26 +22,9 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
     return (slice(begin, begin + step) for begin in range(0, rows, step))
 
 
-def _local(labels: Tensor, vocab_start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Labels as column numbers of this slice (0 where elsewhere), and whether they are in it."""
-    local = labels - vocab_start
-    inside = (local >= 0) & (local < columns)
-    return torch.where(inside, local, 0), inside
-
-
-def _maximum_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    wide_x = x.to(wide(x.dtype))
-    maximum = wide_x.amax(-1)
-    return maximum, (wide_x - maximum[:, None]).exp().sum(-1)
-
-
-def _softmax_minus_one_hot(
-    x: Tensor, column: Tensor, maximum: Tensor, total: Tensor, grad: Tensor
-) -> Tensor:
-    """x `[rows, columns]`; the others `[rows]`; column may lie outside."""
-    p = (x.to(maximum.dtype) - maximum[:, None]).exp() / total[:, None]
-    is_label = torch.arange(x.shape[-1], device=x.device) == column[:, None]
-    return ((p - is_label.to(p.dtype)) * grad[:, None]).to(x.dtype)
+def _real_columns(columns: int, vocab_start: int, vocab_size: int | None) -> int:
+    """How many of the slice's columns are words and no padding."""
+    return columns if vocab_size is None else max(0, min(columns, vocab_size - vocab_start))
 
 
 def cross_entropy_partials(
@@ -55,9 +38,8 @@ def cross_entropy_partials(
     least float32; a slice of padding alone gives (-inf, 0, 0). No autograd: `cross_entropy_grad` is
     the backward.
     """
-    columns = logits.shape[-1]
-    real = columns if vocab_size is None else max(0, min(columns, vocab_size - vocab_start))
-    dtype = wide(logits.dtype)
+    columns, dtype = logits.shape[-1], wide(logits.dtype)
+    real = _real_columns(columns, vocab_start, vocab_size)
     flat, flat_labels = logits.detach().reshape(-1, columns), labels.reshape(-1)
     if real and on_triton(flat):
         from megadiff.kernels import small_triton
@@ -71,10 +53,12 @@ def cross_entropy_partials(
     target = torch.zeros_like(maximum)
     if real:
         for rows in _chunks(flat.shape[0], columns):
-            column, inside = _local(flat_labels[rows], vocab_start, real)
-            x = flat[rows, :real]
-            maximum[rows], total[rows] = _maximum_and_sum(x)
-            target[rows] = torch.where(inside, x.gather(-1, column[:, None])[:, 0].to(dtype), 0)
+            x, column = flat[rows, :real].to(dtype), flat_labels[rows] - vocab_start
+            maximum[rows] = x.amax(-1)
+            total[rows] = (x - maximum[rows, None]).exp().sum(-1)
+            inside = (column >= 0) & (column < real)
+            column = torch.where(inside, column, 0)[:, None]
+            target[rows] = torch.where(inside, x.gather(-1, column)[:, 0], 0)
     return maximum.view(labels.shape), total.view(labels.shape), target.view(labels.shape)
 
 
@@ -96,36 +80,23 @@ def cross_entropy_grad(
     exactly 0, padding columns too. inplace: write over `logits`, which saves their memory.
     """
     columns = logits.shape[-1]
-    real = columns if vocab_size is None else max(0, min(columns, vocab_size - vocab_start))
-    dtype = wide(logits.dtype)
+    real = _real_columns(columns, vocab_start, vocab_size)
     flat = logits.detach().reshape(-1, columns)
     grad = flat if inplace else torch.empty_like(flat)
     row_max, row_sum, row_grad, row_label = (
-        x.reshape(-1) for x in (maximum, total, grad_output.to(dtype), labels)
+        x.reshape(-1) for x in (maximum, total, grad_output.to(wide(logits.dtype)), labels)
     )
     if on_triton(flat) and flat.is_contiguous():
         from megadiff.kernels import small_triton
 
-        small_triton.cross_entropy_grad(
-            flat,
-            row_label.contiguous(),
-            row_max.contiguous(),
-            row_sum.contiguous(),
-            row_grad.contiguous(),
-            grad,
-            vocab_start,
-            real,
-        )
+        rows = (x.contiguous() for x in (row_label, row_max, row_sum, row_grad))
+        small_triton.cross_entropy_grad(flat, *rows, grad, vocab_start, real)
         return grad.view(logits.shape)
     grad[:, real:] = 0
     for rows in _chunks(flat.shape[0], columns):
-        grad[rows, :real] = _softmax_minus_one_hot(
-            flat[rows, :real],
-            row_label[rows] - vocab_start,
-            row_max[rows],
-            row_sum[rows],
-            row_grad[rows],
-        )
+        p = (flat[rows, :real].to(row_max.dtype) - row_max[rows, None]).exp() / row_sum[rows, None]
+        is_label = torch.arange(real, device=p.device) == row_label[rows, None] - vocab_start
+        grad[rows, :real] = (p - is_label.to(p.dtype)) * row_grad[rows, None]
     return grad.view(logits.shape)
 
 

@@ -114,9 +114,9 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) -> Tensor:
     """FlashAttention-2 as torch ships it; q, k and v of one width, dense or packed."""
-    window = (
-        -1 if geometry.left is None else geometry.left,
-        -1 if geometry.right is None else geometry.right,
+    causal = geometry.left is None and geometry.right == 0  # said in words, not as a window
+    left, right = (
+        None if causal else -1 if side is None else side for side in (geometry.left, geometry.right)
     )
     cu_q, cu_k, used = geometry.cu_seqlens_q, geometry.cu_seqlens_k, geometry.seqused_k
     dense = not geometry.packed
@@ -134,23 +134,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) ->
             inside_k = torch.arange(k.shape[0], device=q.device) < cu_k[-1]
             q = torch.where(inside_q[:, None, None], q, 0)
             k, v = (torch.where(inside_k[:, None, None], x, 0) for x in (k, v))
+    if used is not None:
+        used = used.int().clamp(0, max_k)  # beyond the keys lies other memory
     out = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        0.0,
-        window == (-1, 0),
-        False,
-        scale=scale,
-        window_size_left=None if window == (-1, 0) else window[0],
-        window_size_right=None if window == (-1, 0) else window[1],
-        # beyond the keys lies other memory
-        seqused_k=None if used is None else used.int().clamp(0, max_k),
-    )[0]
+        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale,
+        window_size_left=left, window_size_right=right, seqused_k=used,
+    )[0]  # fmt: skip
     if geometry.packed:
         return torch.where(inside_q[:, None, None], out, 0)  # type: ignore[possibly-undefined]
     return out.view(batch, n_q, *out.shape[-2:])

@@ -48,11 +48,10 @@ def short_convolution(
             f"initial_state must be {state_shape}, not {tuple(initial_state.shape)}: the last "
             "inputs of each sequence, or of each document of cu_seqlens"
         )
+    operator = fla.ShortConvolution(x.dtype, weight.dtype, channels, width, bias is not None, silu)
     variant = fla.Variant(cu_seqlens is not None, initial_state is not None, final=True)
-    fused = fla.short_convolution_kernel(
-        x, weight, bias, silu=silu, variant=variant, reference=torch_short_convolution
-    )
-    run = fused or torch_short_convolution
+    run = fla.kernel_for(operator, variant, x.device, torch_short_convolution)
+    run = run or torch_short_convolution
     return run(x, weight, bias, initial_state, silu, cu_seqlens)
 
 

@@ -308,7 +308,7 @@ CPU = torch.device("cpu")
 
 
 def _case(gated: bool, variant: fla.Variant = VARIANTS[-1], device: torch.device = CPU) -> fla.Case:
-    return fla.delta_rule_case(device, torch.bfloat16, (2, 16, 16), gated, variant)
+    return fla.DeltaRule(torch.bfloat16, 2, 16, 16, gated).case(device, variant)
 
 
 def _recurrence(*args: Any) -> Any:
@@ -361,26 +361,22 @@ def test_self_test_refuses_a_wrong_kernel(kernel: Any, complaint: str) -> None:
     ],
 )
 def test_one_line_says_why_the_kernel_is_not_used(
-    kernel: Any, line: str, caplog: pytest.LogCaptureFixture
+    kernel: Any, line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fla._say.cache_clear()
+    fla._kernel_for.cache_clear()
+    monkeypatch.setattr(fla, "_obstacle", lambda *_: "")
+    monkeypatch.setattr(fla.DeltaRule, "load", lambda _: kernel)
+    operator = fla.DeltaRule(torch.bfloat16, 2, 16, 16, gated=False)
     with caplog.at_level(logging.INFO, logger="megadiff"):
-        chosen = fla.choose(
-            "delta rule",
-            VARIANTS[0],
-            CPU,
-            "",
-            lambda: kernel,
-            chunk_delta_rule,
-            lambda: _case(False),
-        )
+        chosen = fla.kernel_for(operator, VARIANTS[0], CPU, chunk_delta_rule)
     assert chosen is None
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(line)
     assert "\n" not in caplog.messages[0]
 
 
 def test_torch_runs_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    fla._delta_rule_kernel.cache_clear()
+    fla._kernel_for.cache_clear()
     fla._say.cache_clear()
     inputs: Any = make_inputs(1, 4)
     with caplog.at_level(logging.INFO, logger="megadiff"):
@@ -394,7 +390,7 @@ def test_torch_runs_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("gated", [False, True])
 def test_on_a_gpu(gated: bool, variant: fla.Variant, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever runs there is right, and says what it is."""
-    fla._delta_rule_kernel.cache_clear()
+    fla._kernel_for.cache_clear()
     fla._say.cache_clear()
     with caplog.at_level(logging.INFO, logger="megadiff"):
         case = _case(gated, variant, torch.device("cuda"))

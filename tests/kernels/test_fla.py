@@ -5,6 +5,7 @@ The signatures are those of fla-core 0.6.0; its own kernels need a GPU (tests ma
 
 import itertools
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -103,44 +104,41 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: str(v) or "plain")
 @pytest.mark.parametrize("gated", [False, True])
 def test_delta_rule(gated: bool, variant: fla.Variant) -> None:
-    case = fla.delta_rule_case(CPU, torch.bfloat16, (2, 8, 16), gated, variant)
-    assert fla.disagreement(fla._load_delta_rule(gated), chunk_delta_rule, case) == ""
+    operator = fla.DeltaRule(torch.bfloat16, 2, 8, 16, gated)
+    case = operator.case(CPU, variant)
+    assert fla.disagreement(operator.load(), chunk_delta_rule, case) == ""
 
 
 @pytest.mark.parametrize("variant", VARIANTS[1::2], ids=str)
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_short_convolution(bias: bool, silu: bool, variant: fla.Variant) -> None:
-    dtypes = (torch.bfloat16, torch.float32)
-    case = fla.short_convolution_case(CPU, dtypes, (6, 4), bias, silu, variant)
-    kernel = fla._load_short_convolution()
-    assert fla.disagreement(kernel, torch_short_convolution, case) == ""
+    operator = fla.ShortConvolution(torch.bfloat16, torch.float32, 6, 4, bias, silu)
+    case = operator.case(CPU, variant)
+    assert fla.disagreement(operator.load(), torch_short_convolution, case) == ""
 
 
 def test_the_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, versions = torch.device("cuda"), iter(["0.5.2", "0.6.0"])
+    cuda, versions = torch.device("cuda"), iter(["0.5.2", "0.6.0", "0.6.0"])
     monkeypatch.setattr("importlib.metadata.version", lambda name: next(versions))
-    assert "on cpu" in fla._obstacle(CPU, torch.bfloat16, False)
-    assert "deterministic" in fla._obstacle(cuda, torch.bfloat16, True)
-    assert "bfloat16 or all float16" in fla._obstacle(cuda, torch.float32, False)
-    assert "0.5.2 is older than 0.6" in fla._obstacle(cuda, torch.bfloat16, False)
-    assert fla._obstacle(cuda, torch.bfloat16, False) == ""
+    right = fla.DeltaRule(torch.bfloat16, 2, 8, 16, gated=False)
+    assert "on cpu" in fla._obstacle(right, CPU, False)
+    assert "deterministic" in fla._obstacle(right, cuda, True)
+    assert "bfloat16 or all float16" in fla._obstacle(replace(right, dtype=None), cuda, False)
+    assert "0.5.2 is older than 0.6" in fla._obstacle(right, cuda, False)
+    assert "up to 256, not 257" in fla._obstacle(replace(right, key_width=257), cuda, False)
+    assert fla._obstacle(right, cuda, False) == ""
 
 
 def test_a_kernel_that_agrees_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.6.0")
-    case = fla.delta_rule_case(CPU, torch.bfloat16, (2, 8, 16), False, VARIANTS[0])
+    monkeypatch.setattr(fla, "_obstacle", lambda *_: "")
+    fla._kernel_for.cache_clear()
+    operator = fla.DeltaRule(torch.bfloat16, 2, 8, 16, gated=False)
+    variant = fla.Variant(packed=True, state=False, final=False)
     with caplog.at_level("INFO", logger="megadiff"), torch.inference_mode():
-        chosen = fla.choose(
-            "delta rule",
-            fla.Variant(packed=True, state=False, final=False),
-            CPU,
-            "",
-            lambda: fla._load_delta_rule(False),
-            chunk_delta_rule,
-            lambda: case,
-        )
+        chosen = fla.kernel_for(operator, variant, CPU, chunk_delta_rule)
     assert chosen is not None
     assert caplog.messages == ["delta rule of documents: fla-core 0.6.0, tested on cpu"]

@@ -104,9 +104,9 @@ def _acausal(x: Any, weight: Any, *rest: Any) -> Any:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_self_test_tells_a_wrong_kernel(packed: bool) -> None:
-    dtypes = (torch.bfloat16, torch.float32)
     variant = fla.Variant(packed, state=packed, final=True)
-    case = fla.short_convolution_case(torch.device("cpu"), dtypes, (8, 4), True, True, variant)
+    operator = fla.ShortConvolution(torch.bfloat16, torch.float32, 8, 4, bias=True, silu=True)
+    case = operator.case(torch.device("cpu"), variant)
     assert fla.disagreement(torch_short_convolution, torch_short_convolution, case) == ""
     assert "the output" in fla.disagreement(_acausal, torch_short_convolution, case)
 
@@ -115,9 +115,9 @@ def test_self_test_tells_a_wrong_kernel(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_on_a_gpu(packed: bool) -> None:
     """Whatever runs there is right."""
-    dtypes = (torch.bfloat16, torch.bfloat16)
     variant = fla.Variant(packed, state=packed, final=True)
-    case = fla.short_convolution_case(torch.device("cuda"), dtypes, (64, 4), True, True, variant)
+    operator = fla.ShortConvolution(torch.bfloat16, torch.bfloat16, 64, 4, bias=True, silu=True)
+    case = operator.case(torch.device("cuda"), variant)
 
     def run(x: Any, weight: Any, bias: Any, state: Any, silu: Any, cu: Any) -> Any:
         return short_convolution(x, weight, bias, silu=silu, initial_state=state, cu_seqlens=cu)
