@@ -80,11 +80,14 @@ def test_a_named_backend_that_cannot_serve_refuses() -> None:
         diff_attention(*Case("cpu", **V1).inputs(torch.bfloat16), backend="hopper")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     not (hopper._installed() or "").startswith(hopper.TRITON + "."),
     reason=f"the kernels are written for Triton {hopper.TRITON}",
 )
+
+
+@pytest.mark.slow
+@needs_triton
 @pytest.mark.parametrize("widths", hopper.WIDTHS)
 def test_they_compile_without_spills(widths: tuple[int, int, bool]) -> None:
     from tests.kernels.test_sm90 import compiled
@@ -93,7 +96,21 @@ def test_they_compile_without_spills(widths: tuple[int, int, bool]) -> None:
     for report in compiled(d, d_v, int(own_keys), 1, 0, 1):
         assert report["shared"] <= 232448, report
         assert report["stack"] <= 64 or not report["gluon"], report
-        assert report["wgmma"] > 0 or report["kernel"] == "preprocess", report
+        without = ("preprocess", "sum_parts")
+        assert report["wgmma"] > 0 or report["kernel"] in without, report
+
+
+@needs_triton
+def test_programs_share_a_query_group_where_the_gpu_would_be_idle() -> None:
+    """A causal call of 4096 tokens has 32 blocks of keys."""
+    from megadiff.kernels.hopper.launch import _parts
+
+    assert _parts(32 * 4, 8, causal=True) == 4  # one sequence, 4 groups of 8 pairs
+    assert _parts(32 * 4, 3, causal=True) == 3
+    assert _parts(32 * 4, 1, causal=True) == 1
+    assert _parts(32 * 8, 4, causal=True) == 1
+    assert _parts(32 * 4, 4, causal=False) == 1
+    assert _parts(32 * 2, 4, causal=False) == 2
 
 
 GEOMETRIES = {
@@ -127,6 +144,21 @@ def test_results(widths: tuple[int, int, bool], geometry: str, norm: bool) -> No
     from tests.kernels.test_diff_triton import check
 
     check(gpu_case(geometry, widths), norm, backend="hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("geometry", ["even", "odd", "full_other_keys"])
+@pytest.mark.parametrize("widths", hopper.WIDTHS)
+def test_one_program_for_all_pairs_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int, bool], geometry: str
+) -> None:
+    """As in a large call; these small ones would share them."""
+    from megadiff.kernels.hopper import launch
+    from tests.kernels.test_diff_triton import check
+
+    monkeypatch.setattr(launch, "_parts", lambda *_: 1)
+    check(gpu_case(geometry, widths), False, backend="hopper")
 
 
 @pytest.mark.gpu

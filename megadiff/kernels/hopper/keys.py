@@ -1,5 +1,6 @@
-"""dK and dV on Hopper: one program makes both for a block of keys of one group of pairs, and reads
-the queries of all its pairs once. The formulas are those of `diff_backward`.
+"""dK and dV on Hopper: one program makes both for a block of keys of one query group, over all its
+pairs (in small calls over a part of them), and reads the queries once. The formulas are those of
+`diff_backward`.
 
 A producer warp feeds a ring of `STAGES` with Q1, Q2, G and the statistics of `BM` queries:
 
@@ -20,6 +21,8 @@ ROLES, for V1 of width 128, whose dK1, dK2 and dV of 64 keys fill two groups' re
       (two buffers of P in shared memory, in the half type)
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,7 +45,7 @@ from megadiff.kernels.hopper.common import (
     times_second,
 )
 
-_INTEGERS = ["n_q", "n_k", "blocks", "side", "n_sequences", "pairs", "groups"]
+_INTEGERS = ["n_q", "n_k", "blocks", "side", "n_sequences", "pairs", "groups", "parts"]
 
 
 @gluon.jit
@@ -59,7 +62,7 @@ def _produce(
     q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc = sources
     q_tiles, g_tiles, k_tiles, v_tiles, stats = tiles
     q_full, g_full, empty, kv_full = ready
-    index, group, groups, per_group, begin, low, n_q, n_k = at
+    index, group, groups, first_pair, last_pair, to, begin, low, n_q, n_k = at
     branches: gl.constexpr = 2 if OWN_KEYS else 1
     rows: gl.constexpr = 3 if PER_TOKEN else 2
     mbarrier.expect(
@@ -76,7 +79,7 @@ def _produce(
             v_desc, [index, at, group * DV], kv_full, v_tiles.index(owner)
         )
     it = 0
-    for pair in range(group * per_group, (group + 1) * per_group):
+    for pair in range(first_pair, last_pair):
         for i in range(low, n_q, BM):
             s = it % STAGES
             mbarrier.wait(empty.index(s), (it // STAGES & 1) ^ 1)
@@ -158,7 +161,7 @@ def _own(
     """All of dK and dV of the 64 keys of one owner."""
     q_tiles, g_tiles, k_tiles, v_tiles, stats = tiles
     q_full, g_full, empty, kv_full = ready
-    index, group, groups, per_group, begin, low, n_q, n_k = at
+    index, group, groups, first_pair, last_pair, to, begin, low, n_q, n_k = at
     dk_out, dv_out = results
     S: gl.constexpr = accumulator_layout(BM)
     DK: gl.constexpr = accumulator_layout(D)
@@ -182,7 +185,7 @@ def _own(
     zeros = gl.zeros([64, BM], gl.float32, S)
     mbarrier.wait(kv_full, 0)
     it = 0
-    for pair in range(group * per_group, (group + 1) * per_group):
+    for pair in range(first_pair, last_pair):
         minus_lam = _minus_lambda(lam, pair, PER_TOKEN, PER_HEAD)
         for _ in range(low, mine, BM):
             mbarrier.wait(q_full.index(it % STAGES), it // STAGES & 1)
@@ -237,10 +240,10 @@ def _own(
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
             it += 1
-    _store(dv, dv_out, index, n_k, begin, groups, group, DV)
-    _store(dk1 * scale, dk_out, index, n_k, begin, groups * branches, group * branches, D)
+    _store(dv, dv_out, to, n_k, begin, groups, group, DV)
+    _store(dk1 * scale, dk_out, to, n_k, begin, groups * branches, group * branches, D)
     if OWN_KEYS:
-        _store(dk2 * scale, dk_out, index, n_k, begin, groups * branches, group * branches + 1, D)
+        _store(dk2 * scale, dk_out, to, n_k, begin, groups * branches, group * branches + 1, D)
 
 
 @gluon.jit
@@ -263,7 +266,7 @@ def _scores(
     """S1, S2, P1, -lam P2 for the other group, and dV."""
     q_tiles, g_tiles, k_tiles, v_tiles, stats = tiles
     q_full, g_full, empty, kv_full = ready
-    index, group, groups, per_group, begin, low, n_q, n_k = at
+    index, group, groups, first_pair, last_pair, to, begin, low, n_q, n_k = at
     S: gl.constexpr = accumulator_layout(BM)
     DVL: gl.constexpr = accumulator_layout(DV)
     dtype: gl.constexpr = q_tiles.dtype
@@ -277,7 +280,7 @@ def _scores(
     zeros = gl.zeros([64, BM], gl.float32, S)
     mbarrier.wait(kv_full, 0)
     it = 0
-    for pair in range(group * per_group, (group + 1) * per_group):
+    for pair in range(first_pair, last_pair):
         minus_lam = _minus_lambda(lam, pair, PER_TOKEN, PER_HEAD)
         for i in range(low, n_q, BM):
             s = it % STAGES
@@ -302,7 +305,7 @@ def _scores(
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
             it += 1
-    _store(dv, dv_out, index, n_k, begin, groups, group, DV)
+    _store(dv, dv_out, to, n_k, begin, groups, group, DV)
 
 
 @gluon.jit
@@ -313,7 +316,7 @@ def _gradients(
     """dP, then dS of both branches with the other group's P, then dK1, dK2."""
     q_tiles, g_tiles, k_tiles, v_tiles, stats = tiles
     q_full, g_full, empty, kv_full = ready
-    index, group, groups, per_group, begin, low, n_q, n_k = at
+    index, group, groups, first_pair, last_pair, to, begin, low, n_q, n_k = at
     S: gl.constexpr = accumulator_layout(BM)
     DK: gl.constexpr = accumulator_layout(D)
     dtype: gl.constexpr = q_tiles.dtype
@@ -323,7 +326,7 @@ def _gradients(
     zeros = gl.zeros([64, BM], gl.float32, S)
     mbarrier.wait(kv_full, 0)
     it = 0
-    for _ in range(per_group):
+    for _ in range(first_pair, last_pair):
         for _i in range(low, n_q, BM):
             s = it % STAGES
             phase = it // STAGES & 1
@@ -352,24 +355,28 @@ def _gradients(
             gl.thread_barrier()
             mbarrier.arrive(empty.index(s), count=1)
             it += 1
-    _store(dk1 * scale, dk_out, index, n_k, begin, 2 * groups, 2 * group, D)
-    _store(dk2 * scale, dk_out, index, n_k, begin, 2 * groups, 2 * group + 1, D)
+    _store(dk1 * scale, dk_out, to, n_k, begin, 2 * groups, 2 * group, D)
+    _store(dk2 * scale, dk_out, to, n_k, begin, 2 * groups, 2 * group + 1, D)
 
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def backward_keys(
     q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, dk_out, dv_out, lam, n_q, n_k, blocks,
-    side, n_sequences, pairs, groups, qk_scale, scale, BM: gl.constexpr, D: gl.constexpr,
+    side, n_sequences, pairs, groups, parts, qk_scale, scale, BM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, OWN_KEYS: gl.constexpr, PER_TOKEN: gl.constexpr, PER_HEAD: gl.constexpr,
     CAUSAL: gl.constexpr, STAGES: gl.constexpr, ROLES: gl.constexpr,
     REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys, or with ROLES of 64: the two groups share them."""
+    """dK and dV of 128 keys, or with ROLES of 64: the two groups share them. Over all pairs of a
+    query group, or over one of `parts` of them: outputs are `[parts, batch, n_k, heads, width]`."""
     gdc_launch_dependents()  # the kernel for dQ may fill multiprocessors that have no keys left
-    block, z = schedule(gl.program_id(0), blocks, n_sequences * groups, side, False)
-    group = z % groups
-    index = z // groups
-    per_group = pairs // groups
+    block, z = schedule(gl.program_id(0), blocks, n_sequences * groups * parts, side, False)
+    part = z % parts
+    group = z // parts % groups
+    index = z // (parts * groups)
+    per_part = pairs // (groups * parts)
+    first_pair = (group * parts + part) * per_part
+    to = part * n_sequences + index
     owners: gl.constexpr = 1 if ROLES else 2
     begin = block * (64 * owners)
     low = 0
@@ -390,7 +397,7 @@ def backward_keys(
     sources = (q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc)
     tiles = (q_tiles, g_tiles, k_tiles, v_tiles, stats)
     ready = (q_full, g_full, empty, kv_full)
-    at = (index, group, groups, per_group, begin, low, n_q, n_k)
+    at = (index, group, groups, first_pair, first_pair + per_part, to, begin, low, n_q, n_k)
     if ROLES:
         P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], dtype)
         p_tiles = gl.allocate_shared_memory(dtype, [4, 64, BM], P)
@@ -446,3 +453,15 @@ def backward_keys(
             ],
             [4, 1], [REGISTERS, 24],
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["parts", "rows"])
+def sum_parts(x, out, parts, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """`[parts, rows, WIDTH]` float32 to `[rows, WIDTH]` in the type of `out`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None]
+    at = row.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    total = tl.load(x + at, mask=inside, other=0.0)
+    for part in range(1, parts):
+        total += tl.load(x + part * rows.to(tl.int64) * WIDTH + at, mask=inside, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

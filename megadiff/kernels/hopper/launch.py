@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megadiff.kernels import diff_launch
 from megadiff.kernels.diff_launch import Call, Launch, aligned, block_count, descriptor
 from megadiff.kernels.hopper.forward import forward
-from megadiff.kernels.hopper.keys import backward_keys
+from megadiff.kernels.hopper.keys import backward_keys, sum_parts
 from megadiff.kernels.hopper.queries import backward_queries
 
 _LOG2E = math.log2(math.e)
@@ -109,6 +109,30 @@ def _statistics(x: Tensor, batch: int, n_q: int, block: int) -> TensorDescriptor
     return descriptor(TensorDescriptor, x, shape, strides, (1, 1, block), _layout(32))
 
 
+def _parts(programs: int, pairs: int, causal: bool) -> int:
+    """How many programs share the pairs of a query group, where one for all leaves some of about
+    132 multiprocessors idle. Causal ones are of uneven length, and want more to be even."""
+    few, enough = (256, 512) if causal else (128, 128)
+    if programs >= few:
+        return 1
+    divisors = (n for n in range(1, pairs) if pairs % n == 0)
+    return next((n for n in divisors if n * programs >= enough), pairs)
+
+
+def _side(heads: int, most: int) -> int:
+    """Heads side by side: few alone at the end would start long blocks late."""
+    return -(-heads // -(-heads // most))
+
+
+def _sum(x: Tensor, out: Tensor) -> Launch:
+    """Of x over its first dim."""
+    width = out.shape[-1]
+    rows, at_once = out.numel() // width, 2048 // width
+    arguments = {"x": x, "out": out, "parts": x.shape[0], "rows": rows}
+    constants = {"ROWS": at_once, "WIDTH": width}
+    return Launch(sum_parts, block_count(rows, at_once), arguments, constants, 4, 1)
+
+
 def backward_launches(
     q: Tensor,
     k: Tensor,
@@ -146,6 +170,12 @@ def backward_launches(
         "CAUSAL": call.right == 0,
     }
     key_blocks, query_blocks = block_count(n_k, 64 if keys.roles else 128), block_count(n_q, 128)
+    parts = _parts(key_blocks * batch * groups, pairs // groups, call.right == 0)
+    dk_out, dv_out = dk, dv
+    sums: list[Launch] = []
+    if parts > 1:
+        dk_out, dv_out = (lse.new_empty((parts, *x.shape)) for x in (dk, dv))
+        sums = [_sum(dk_out, dk), _sum(dv_out, dv)]
     for_keys = {
         "q_desc": _descriptor(q, keys.queries),
         "g_desc": _descriptor(g, keys.queries),
@@ -153,10 +183,11 @@ def backward_launches(
         "v_desc": _descriptor(v, 64),
         "lse_desc": _statistics(lse, batch, n_q, keys.queries),
         "delta_desc": _statistics(delta, batch, n_q, keys.queries),
-        "dk_out": dk,
-        "dv_out": dv,
+        "dk_out": dk_out,
+        "dv_out": dv_out,
+        "parts": parts,
         "blocks": key_blocks,
-        "side": keys.group,
+        "side": _side(batch * groups * parts, keys.group),
     }
     for_queries = {
         "q_desc": _descriptor(q, 64),
@@ -168,7 +199,7 @@ def backward_launches(
         "pitch": lse.shape[1],
         "dq_out": dq,
         "blocks": query_blocks,
-        "side": queries.group,
+        "side": _side(batch * pairs, queries.group),
     }
     keys_constants = {
         "BM": keys.queries,
@@ -181,7 +212,7 @@ def backward_launches(
     return [
         Launch(
             backward_keys,
-            key_blocks * batch * groups,
+            key_blocks * batch * groups * parts,
             arguments | for_keys,
             constants | keys_constants,
             4,
@@ -196,6 +227,7 @@ def backward_launches(
             1,
             overlap=True,
         ),
+        *sums,
     ]
 
 
@@ -237,7 +269,7 @@ def forward_launch(
         "n_tokens": batch * n_q,
         "pitch": lse.shape[1],
         "blocks": blocks,
-        "side": tile.group,
+        "side": _side(batch * pairs, tile.group),
         "n_sequences": batch,
         "pairs": pairs,
         "groups": groups,
