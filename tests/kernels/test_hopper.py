@@ -100,6 +100,7 @@ def test_they_compile_without_spills(widths: tuple[int, int, bool]) -> None:
         assert report["wgmma"] > 0 or report["kernel"] in without, report
 
 
+@pytest.mark.slow  # with them
 @needs_triton
 def test_programs_share_a_query_group_where_the_gpu_would_be_idle() -> None:
     """A causal call of 4096 tokens has 32 blocks of keys."""
