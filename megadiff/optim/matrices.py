@@ -71,6 +71,7 @@ class WholeMatrices:
         self._exchange_offsets()
         self._assign_owners()
         self._mine = [m for m in self._matrices if m.owner[0] == self._data.rank]
+        self._owned = [m for m in self._mine if m.owner[1] == self._tensor.rank]
 
     def _exchange_offsets(self) -> None:
         """Learn which block of each matrix the other tensor-parallel ranks hold."""
@@ -98,15 +99,14 @@ class WholeMatrices:
     def gather(self) -> list[Tensor]:
         """The whole gradients of the matrices that this rank owns."""
         blocks = self._blocks()
-        size, me = self._tensor.size, self._tensor.rank
+        size = self._tensor.size
         outgoing = [
             [block for m, block in zip(self._mine, blocks, strict=True) if m.owner[1] == rank]
             for rank in range(size)
         ]
-        owned = [m for m in self._mine if m.owner[1] == me]
-        incoming = self._tensor.exchange(outgoing, [[m.block.numel() for m in owned]] * size)
+        incoming = self._tensor.exchange(outgoing, [[m.block.numel() for m in self._owned]] * size)
         wholes = []
-        for index, matrix in enumerate(owned):
+        for index, matrix in enumerate(self._owned):
             whole = self._empty.new_empty(matrix.shape)
             for rank in range(size):
                 matrix.place(whole, rank).copy_(incoming[rank][index].view(matrix.block))
@@ -137,10 +137,9 @@ class WholeMatrices:
 
         `gradient` is the view from which the piece was taken; both are flat and of one size.
         """
-        size, me = self._tensor.size, self._tensor.rank
-        owned = [m for m in self._mine if m.owner[1] == me]
+        size = self._tensor.size
         outgoing = [
-            [m.place(whole, rank).reshape(-1) for m, whole in zip(owned, wholes, strict=True)]
+            [m.place(whole, rank).reshape(-1) for m, whole in zip(self._owned, wholes, strict=True)]
             for rank in range(size)
         ]
         sizes = [[m.block.numel() for m in self._mine if m.owner[1] == r] for r in range(size)]
@@ -197,7 +196,7 @@ def _matrices(shard: Shard, data_size: int, select: Callable[[Section], bool]) -
     bucket = shard.bucket
     own = bucket.shard_end - bucket.shard_start
     sharded = own < len(bucket.parameters)
-    bounds = [(r * own, (r + 1) * own) for r in range(data_size)] if sharded else None
+    lows = [rank * own if sharded else 0 for rank in range(data_size)]
     for slot in bucket.slots:
         dim = record_of(slot.parameter).dim
         for begin, end, section in flat_sections(slot):
@@ -208,10 +207,8 @@ def _matrices(shard: Shard, data_size: int, select: Callable[[Section], bool]) -
             if math.prod(block) != end - begin:
                 raise ValueError(f"{section.name}: its local block {block} is not contiguous")
             start, end = slot.start + begin, slot.start + end
-            held = [(0, end - start)] * data_size
-            if bounds is not None:
-                cuts = [(max(start, low), min(end, high)) for low, high in bounds]
-                held = [(a - start, b - start) if a < b else (0, 0) for a, b in cuts]
+            cuts = [(max(start, low), min(end, low + own)) for low in lows]
+            held = [(a - start, b - start) if a < b else (0, 0) for a, b in cuts]
             first = max(start, bucket.shard_start)
             place = next((r for r in shard.ranges if r.start <= first < min(r.end, end)), None)
             at = first - place.start if place is not None else 0

@@ -69,6 +69,9 @@ class Optimizer:
         bucket_size: int | None = None,
     ) -> None:
         self.config = config
+        self._adam_constants = {
+            "beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps
+        }  # fmt: skip
         several = isinstance(modules, (nn.ModuleList, Sequence))
         chunks: list[nn.Module] = list(modules) if several else [modules]
         self.buckets = Buckets(
@@ -156,7 +159,8 @@ class Optimizer:
 
         def update(apex: Callable[..., None] | None) -> None:
             self._apex = apex
-            self._adam([trial], 1e-3, 0.1, self._one.double(), self._one < 0)
+            rates = {"lr": 1e-3, "weight_decay": 0.1}
+            self._adam([trial], rates, self._one.double(), self._one < 0)
 
         times = milliseconds([lambda: update(kernel), lambda: update(None)], self.updates.device)
         faster = times[0] < times[1]
@@ -194,7 +198,7 @@ class Optimizer:
             shard.begin_update()
         for (rule, group, _), ranges in self._alike.items():
             update = self._adam if rule == "adam" else self._sgd
-            update(ranges, *self._of_group(group, learning_rate, decay), divisor, skipped)
+            update(ranges, self._of_group(group, learning_rate, decay), divisor, skipped)
         if self._matrices is not None:
             muon_step(self._muon_ranges, self._matrices, self.config, *how)
         if self.scaler is not None:
@@ -231,24 +235,17 @@ class Optimizer:
                 (1 - c.adam_beta2**t).rsqrt(),
             ]
         ).float()
-
         for shard in self._one_pass:
             shard.adamw(
-                scalars, self.steps, lambda g: self._adam_constants(*self._of_group(g, lr, decay))
+                scalars, self.steps, lambda g: self._of_group(g, lr, decay) | self._adam_constants
             )
 
-    def _of_group(self, group: Group, lr: float, decay: float) -> tuple[float, float]:
-        """Learning rate and weight decay of `group`."""
+    def _of_group(self, group: Group, lr: float, decay: float) -> dict[str, float]:
         decays, multiplier = group_rule(group, self.config)
-        return lr * multiplier, decay if decays else 0.0
-
-    def _adam_constants(self, lr: float, decay: float) -> dict[str, float]:
-        c = self.config
-        betas = {"beta1": c.adam_beta1, "beta2": c.adam_beta2}
-        return {"lr": lr, **betas, "weight_decay": decay, "eps": c.adam_eps}
+        return {"lr": lr * multiplier, "weight_decay": decay if decays else 0.0}
 
     def _adam(
-        self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor
+        self, ranges: list[Range], rates: dict[str, float], divisor: Tensor, skipped: Tensor
     ) -> None:
         tensors = (
             [r.weights for r in ranges],
@@ -256,7 +253,7 @@ class Optimizer:
             [r.moments["exp_avg"] for r in ranges],
             [r.moments["exp_avg_sq"] for r in ranges],
         )
-        constants = self._adam_constants(lr, decay)
+        constants = rates | self._adam_constants
         if self._apex is not None and ranges[0].dtype == torch.float32:
             apex_adamw(self._apex, tensors, self.updates, divisor, skipped, **constants)
             return
@@ -272,21 +269,20 @@ class Optimizer:
         )
 
     def _sgd(
-        self, ranges: list[Range], lr: float, decay: float, divisor: Tensor, skipped: Tensor
+        self, ranges: list[Range], rates: dict[str, float], divisor: Tensor, skipped: Tensor
     ) -> None:
         torch._fused_sgd_(
             [r.weights for r in ranges],
             [r.gradient for r in ranges],
             [r.state["momentum_buffer"] for r in ranges] if self.config.sgd_momentum else [],
-            weight_decay=decay,
             momentum=self.config.sgd_momentum,
-            lr=lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
             is_first_step=False,
             grad_scale=_kernel_scale(ranges, divisor),
             found_inf=skipped.float(),
+            **rates,
         )
 
     def _gather(self) -> None:

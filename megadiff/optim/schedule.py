@@ -143,27 +143,23 @@ def weight_decay(schedule: Schedule, consumed_samples: int) -> float:
 
 
 def resume_schedule(
-    configured: Schedule,
-    saved: dict[str, Any],
-    *,
-    override_opt_param_scheduler: bool = False,
-    use_checkpoint_opt_param_scheduler: bool = False,
+    configured: Schedule, saved: dict[str, Any], config: OptimizerConfig
 ) -> Schedule:
     """The schedule to go on with, by Megatron-LM's rules.
 
     Override takes what is configured, use-checkpoint what was saved; without either they must
     agree, and a ValueError names what does not.
     """
-    if override_opt_param_scheduler and use_checkpoint_opt_param_scheduler:
+    if config.override_opt_param_scheduler and config.use_checkpoint_opt_param_scheduler:
         raise ValueError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
             "other"
         )
-    if override_opt_param_scheduler:
+    if config.override_opt_param_scheduler:
         return configured
     known = asdict(configured)
     loaded = {key: value for key, value in saved.items() if key in known}
-    if use_checkpoint_opt_param_scheduler:
+    if config.use_checkpoint_opt_param_scheduler:
         return replace(configured, **loaded)
     ignored = _without_effect(known) & _without_effect(known | loaded)
     differing = [

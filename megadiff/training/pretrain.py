@@ -169,14 +169,8 @@ def resume(
             + ". Go on with the same data, with these from here on (--allow-data-change), or with "
             "the weights alone (--finetune)"
         )
-    o = config.optimizer
     try:
-        schedule = resume_schedule(
-            schedule,
-            saved.metadata.get("schedule", {}),
-            override_opt_param_scheduler=o.override_opt_param_scheduler,
-            use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
-        )
+        schedule = resume_schedule(schedule, saved.metadata.get("schedule", {}), config.optimizer)
     except ValueError as error:
         raise CheckpointError(f"{saved.path}: {error}") from None
     checkpointing.restore(saved, engine, env, weights_only=not config.checkpoint.load_optim)

@@ -98,19 +98,17 @@ def test_weight_decay_increments() -> None:
 
 def test_resume_rules() -> None:
     saved = asdict(COSINE)
-    assert resume_schedule(COSINE, saved) == COSINE
+    plain = OptimizerConfig()
+    assert resume_schedule(COSINE, saved, plain) == COSINE
     longer = replace(COSINE, lr_decay_samples=2000, lr=2.0)
     with pytest.raises(ValueError, match=r"lr 2\.0 .*lr_decay_samples 2000 \(checkpoint: 1100\)"):
-        resume_schedule(longer, saved)
-    assert resume_schedule(longer, saved, override_opt_param_scheduler=True) == longer
-    assert resume_schedule(longer, saved, use_checkpoint_opt_param_scheduler=True) == COSINE
+        resume_schedule(longer, saved, plain)
+    override = OptimizerConfig(override_opt_param_scheduler=True)
+    use = OptimizerConfig(use_checkpoint_opt_param_scheduler=True)
+    assert resume_schedule(longer, saved, override) == longer
+    assert resume_schedule(longer, saved, use) == COSINE
     with pytest.raises(ValueError, match="exclude each other"):
-        resume_schedule(
-            COSINE,
-            saved,
-            override_opt_param_scheduler=True,
-            use_checkpoint_opt_param_scheduler=True,
-        )
+        resume_schedule(COSINE, saved, replace(override, use_checkpoint_opt_param_scheduler=True))
 
 
 def test_a_longer_run_needs_no_override_where_its_length_has_no_effect() -> None:
@@ -118,11 +116,13 @@ def test_a_longer_run_needs_no_override_where_its_length_has_no_effect() -> None
     short, long = (
         make_schedule(constant, train_samples=n, global_batch_size=8) for n in (400, 800)
     )
-    assert resume_schedule(long, asdict(short)) == long
+    assert resume_schedule(long, asdict(short), OptimizerConfig()) == long
     fixed = OptimizerConfig(lr_decay_iters=50)
     short, long = (make_schedule(fixed, train_samples=n, global_batch_size=8) for n in (400, 800))
-    assert resume_schedule(long, asdict(short)) == long
+    assert resume_schedule(long, asdict(short), OptimizerConfig()) == long
     with pytest.raises(ValueError, match="lr_decay_style cosine"):
         resume_schedule(
-            replace(long, lr_decay_style="cosine"), asdict(replace(long, lr_decay_style="linear"))
+            replace(long, lr_decay_style="cosine"),
+            asdict(replace(long, lr_decay_style="linear")),
+            OptimizerConfig(),
         )
