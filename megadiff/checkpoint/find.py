@@ -99,7 +99,7 @@ def find_newest(
     for error in errors:
         if ranks.rank == 0:
             logger.warning("%s; looking elsewhere", error)
-    return max(found, key=lambda path: layout.step_of(path), default=None)
+    return max(found, key=layout.step_of, default=None)
 
 
 def _candidates(

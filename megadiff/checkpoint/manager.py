@@ -143,19 +143,15 @@ class CheckpointManager:
             error, self._error = self._error, None
             raise error
 
-    def close(self) -> None:
-        """Wait for the last save and free its memory."""
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
         try:
             self.wait()
         finally:
             if self._buffers is not None:
                 self._buffers.free()
-
-    def __enter__(self) -> "CheckpointManager":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
     def _write_in_background(
         self, root: Path, step: int, tensors: Tensors, metadata: dict[str, dict]
@@ -165,9 +161,8 @@ class CheckpointManager:
         except CheckpointError as error:
             self._error = error
         except BaseException as error:  # say what it is, whatever it is: nobody else sees it
-            self._error = CheckpointError(
-                f"saving step {step} in the background: {describe(error)}"
-            )
+            text = f"saving step {step} in the background: {describe(error)}"
+            self._error = CheckpointError(text)
         if self._error is not None:
             logger.error("%s", self._error)
 

@@ -109,22 +109,19 @@ def flat_pieces(
     record: ParameterRecord,
     local_shape: Sequence[int],
     start: int,
-    stop: int,
     flat_data: torch.Tensor,
     write: bool = True,
 ) -> Iterator[tuple[Section, Piece]]:
     """The pieces that a flat range of a local parameter holds of its sections.
 
-    `flat_data` `[stop - start]` are the elements `[start, stop)` of a contiguous tensor of
-    `local_shape` (a main weight or a moment of a rank that owns just this range). The pieces are
-    views of it, at most three per section of a matrix; padding, which no section covers, is left
-    out. `write` says whether this rank writes what it owns; ranks with a further copy never do.
+    `flat_data` `[n]` are the elements from `start` on of a contiguous tensor of `local_shape` (a
+    main weight or a moment of a rank that owns just this range). The pieces are views of it, at
+    most three per section of a matrix; padding, which no section covers, is left out. `write` says
+    whether this rank writes what it owns; ranks with a further copy never do.
     """
-    if flat_data.shape != (stop - start,):
-        raise ValueError(f"flat_data {tuple(flat_data.shape)} is not [{stop - start}]")
     dim = record.dim
     first = 0  # the rectangles follow each other in the flat range
-    for offset, sizes in _boxes(start, stop, tuple(local_shape)):
+    for offset, sizes in _boxes(start, start + flat_data.numel(), tuple(local_shape)):
         box = flat_data[first : first + math.prod(sizes)].view(sizes)
         first += box.numel()
         for section in record.sections:
@@ -156,17 +153,11 @@ def _boxes(
         yield (start,), (stop - start,)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are [first, last)
-    if first > last:  # within one row
-        first = last = start // row
-        head, tail = (0, 0), (start - first * row, stop - first * row)
-    else:
-        head, tail = (start - (first - 1) * row, row), (0, stop - last * row)
-        if start == first * row:
-            head = (0, 0)
-    for offset, sizes in _boxes(*head, shape[1:]):
-        yield (first - 1, *offset), (1, *sizes)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    for offset, sizes in _boxes(*tail, shape[1:]):
-        yield (last, *offset), (1, *sizes)
+    head = min(-(-start // row) * row, stop)  # [start, head) is the rest of a row
+    tail = max(stop // row * row, head)  # [tail, stop) is the beginning of one
+    for offset, sizes in _boxes(start % row, start % row + head - start, shape[1:]):
+        yield (start // row, *offset), (1, *sizes)
+    if head < tail:
+        yield (head // row, *(0 for _ in shape[1:])), ((tail - head) // row, *shape[1:])
+    for offset, sizes in _boxes(0, stop - tail, shape[1:]):
+        yield (tail // row, *offset), (1, *sizes)

@@ -120,10 +120,7 @@ class CheckpointReader:
         self.tensors = {n: (tuple(e.size), e.properties.dtype) for n, e in sorted(entries.items())}
 
     def read(
-        self,
-        name: str,
-        offset: Sequence[int] | None = None,
-        sizes: Sequence[int] | None = None,
+        self, name: str, offset: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
         """The rectangle of `sizes` at `offset` of the tensor `name`; all of it by default."""
         shape, dtype = self.tensors[name]

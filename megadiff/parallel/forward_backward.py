@@ -52,7 +52,7 @@ class ForwardBackward:
         stages before the last; sums of data and context ranks add up to that of the global batch.
         """
         if self.pipeline is not None:
-            return self.pipeline.train(self._inputs(batches), len(batches), factor)
+            return self.pipeline.run(self._inputs(batches), len(batches), factor)
         sums = []
         for batch in batches:
             total = self._sum_of_losses(batch)
@@ -64,7 +64,7 @@ class ForwardBackward:
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The sum of this rank's unmasked token losses, as `train` returns it."""
         if self.pipeline is not None:
-            return self.pipeline.evaluate(self._inputs(batches), len(batches))
+            return self.pipeline.run(self._inputs(batches), len(batches), None)
         return torch.stack([self._sum_of_losses(b) for b in batches]).sum(dtype=torch.float64)
 
     def _sum_of_losses(self, batch: MicroBatch) -> Tensor:

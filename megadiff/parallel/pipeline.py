@@ -103,27 +103,18 @@ class Pipeline:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self._shape: tuple[int, ...] = ()
         self._schedule: Any = None
-        self._factor: Tensor | float = 1.0
+        self._factor: Tensor | float | None = None
         self._sums: list[Tensor] = []
 
-    def train(
-        self, inputs: dict[str, Tensor], micro_batches: int, factor: Tensor | float
+    def run(
+        self, inputs: dict[str, Tensor], micro_batches: int, factor: Tensor | float | None
     ) -> Tensor:
         """Gradients of `factor` times the sum of unmasked token losses of all micro-batches.
 
         `inputs`: tokens, positions, labels and loss_mask `[n * b, s]` of n micro-batches, and
         cu_seqlens `[n, documents + 1]` if there are documents. Returns the sum without the factor,
-        float64; 0 on stages before the last.
+        float64; 0 on stages before the last. Without a `factor` there are no gradients.
         """
-        self._factor = factor
-        return self._run(inputs, micro_batches, "step")
-
-    def evaluate(self, inputs: dict[str, Tensor], micro_batches: int) -> Tensor:
-        """The sum of unmasked token losses, without gradients."""
-        with torch.no_grad():
-            return self._run(inputs, micro_batches, "eval")
-
-    def _run(self, inputs: dict[str, Tensor], micro_batches: int, how: str) -> Tensor:
         tokens = inputs["tokens"]
         shape = (micro_batches, *tokens.shape)
         if shape != self._shape:  # a schedule holds receive buffers of one shape
@@ -131,8 +122,8 @@ class Pipeline:
             self._schedule = self._make_schedule(micro_batches, tokens)
         kwargs = {k: v for k, v in inputs.items() if k not in ("tokens", "loss_mask")}
         args = (tokens,) if self.mesh.pp.rank == 0 else ()
-        self._sums = []
-        step = getattr(self._schedule, how)
+        self._factor, self._sums = factor, []
+        step = self._schedule.eval if factor is None else self._schedule.step
         step(*args, target=inputs["loss_mask"], return_outputs=False, **kwargs)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack([zero, *self._sums]).sum(dtype=torch.float64)
@@ -140,7 +131,7 @@ class Pipeline:
     def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:
         total = sum_of_losses(losses, mask)
         self._sums.append(total.detach())
-        return total * self._factor
+        return total if self._factor is None else total * self._factor
 
     def _make_schedule(self, micro_batches: int, tokens: Tensor) -> Any:
         batch, length = tokens.shape[0] // micro_batches, tokens.shape[1]

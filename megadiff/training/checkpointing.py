@@ -17,14 +17,7 @@ from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
 from megadiff.checkpoint.storage import load, read_metadata, versions
-from megadiff.config import (
-    Config,
-    ConfigError,
-    ModelConfig,
-    TokenMixer,
-    to_dict,
-    update_config,
-)
+from megadiff.config import Config, ConfigError, ModelConfig, TokenMixer, to_dict, update_config
 from megadiff.optim.schedule import Schedule
 from megadiff.optim.shards import StatePiece
 from megadiff.parallel.parameter import record_of
@@ -54,10 +47,8 @@ def optimizer_tensors(optimizer: OptimizerState) -> Tensors:
 
 def add_flat(tensors: Tensors, piece: StatePiece, prefix: str = "") -> None:
     """Add a flat piece of a parameter, by the global names of its sections behind `prefix`."""
-    record, stop = record_of(piece.parameter), piece.start + piece.values.numel()
-    for section, part in flat_pieces(
-        record, piece.shape, piece.start, stop, piece.values, piece.write
-    ):
+    record = record_of(piece.parameter)
+    for section, part in flat_pieces(record, piece.shape, piece.start, piece.values, piece.write):
         add_piece(tensors, prefix + section.name, section.shape, part)
 
 

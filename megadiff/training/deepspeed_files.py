@@ -24,12 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.checkpoint.ranks import CheckpointError, describe
-from megadiff.checkpoint.state import (
-    ComputedPiece,
-    ShardedTensor,
-    Tensors,
-    flat_pieces,
-)
+from megadiff.checkpoint.state import ComputedPiece, ShardedTensor, Tensors, flat_pieces
 from megadiff.checkpoint.storage import read_metadata, versions
 from megadiff.config import (
     NATIVE_OPTIONS,
@@ -243,8 +238,7 @@ def _read_rank(
 def _add_rounded(tensors: Tensors, main: StatePiece) -> None:
     """Add the weight that is the rounding of its main weight `main`, computed when written."""
     record, dtype = record_of(main.parameter), main.parameter.dtype
-    stop = main.start + main.values.numel()
-    for section, piece in flat_pieces(record, main.shape, main.start, stop, main.values):
+    for section, piece in flat_pieces(record, main.shape, main.start, main.values):
         if piece.write:
             weight = ComputedPiece(piece.offset, piece.sizes, lambda p=piece: p.data.to(dtype))
             whole = ShardedTensor(section.shape, dtype)

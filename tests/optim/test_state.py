@@ -62,8 +62,8 @@ def state_pieces(optimizer: Optimizer) -> list[tuple[str, tuple[int, ...], Piece
     """This rank's state as `(global name, global shape, piece)`."""
     found = []
     for s in optimizer.state_pieces():
-        record, end = record_of(s.parameter), s.start + len(s.values)
-        cut = flat_pieces(record, s.parameter.shape, s.start, end, s.values, s.write)
+        record = record_of(s.parameter)
+        cut = flat_pieces(record, s.parameter.shape, s.start, s.values, s.write)
         found += [(f"{s.key}/{section.name}", section.shape, piece) for section, piece in cut]
     return found
 
