@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Literal
 
 import numpy as np
@@ -40,14 +41,16 @@ _LARGE = 10_000_000  # entries of an index from which its making is announced
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    """What all datasets of a run share."""
+class _Split:
+    """What all datasets of a split share; it reads the sequences `fractions` of each."""
 
+    name: str  # for messages
+    fractions: tuple[float, float]
     seq_length: int
     seed: int
-    cache_path: str | None = None
-    mmap: bool = True
-    packing: Packing = "concat"
+    cache_path: str | None
+    mmap: bool
+    packing: Packing
 
     def open(self, prefix: str) -> IndexedDataset:
         return IndexedDataset(prefix, mmap=self.mmap, cache_path=self.cache_path)
@@ -76,7 +79,6 @@ def build_train_valid_test_datasets(
     disk builds the index and the others map it. Raises DataError for anything that is not as it
     should be.
     """
-    settings = DataSettings(seq_length, seed, cache_path, mmap, packing)
     paths = (train_data_path, valid_data_path, test_data_path)
     parts: Sequence[tuple[float, float] | None] = [(0.0, 1.0)] * 3
     if data_path is not None:
@@ -92,111 +94,88 @@ def build_train_valid_test_datasets(
     for number, (blend, part, wanted) in enumerate(zip(blends, parts, samples, strict=True)):
         if blend is None or part is None or wanted == 0:
             continue
+        name = SPLITS[number]
         try:
-            datasets[number] = _build(blend, SPLITS[number], part, wanted, settings)
+            shared = _Split(name, part, seq_length, seed, cache_path, mmap, packing)
+            datasets[number] = _build(blend, shared, wanted)
         except NoSamples as error:
             if data_path is None or number == 0:
                 raise
-            note(f"no {SPLITS[number]} set: {error}")
+            note(f"no {name} set: {error}")
     return tuple(datasets)  # type: ignore[return-value]
 
 
-def _build(
-    blend: Blend,
-    name: str,
-    fractions: tuple[float, float],
-    samples: int | None,
-    settings: DataSettings,
-) -> Dataset:
+def _build(blend: Blend, split: _Split, samples: int | None) -> Dataset:
     if len(blend.prefixes) == 1:
-        return build_source(blend.prefixes[0], name, fractions, samples, settings)
-    blend = _without_empty(blend, name, fractions, samples is None, settings)
+        return _build_source(blend.prefixes[0], split, samples)
+    blend = _without_empty(blend, split, samples is None)
     if blend.weights is None:
-        datasets = [build_source(p, name, fractions, None, settings) for p in blend.prefixes]
+        datasets = [_build_source(prefix, split, None) for prefix in blend.prefixes]
         sizes = [len(dataset) for dataset in datasets]
         size = sum(sizes) if samples is None else min(samples, sum(sizes))
-        return blend_datasets(datasets, normalize(sizes), size, settings)
+        return _blend(datasets, normalize(sizes), size, split.cache_path)
     if samples is None:
-        raise DataError(f"a weighted blend for {name} needs a number of samples")
+        raise DataError(f"a weighted blend for {split.name} needs a number of samples")
     weights = normalize(blend.weights)
     datasets = [
-        build_source(p, name, fractions, samples_to_request(w, samples), settings)
-        for p, w in zip(blend.prefixes, weights, strict=True)
+        _build_source(prefix, split, samples_to_request(weight, samples))
+        for prefix, weight in zip(blend.prefixes, weights, strict=True)
     ]
-    return blend_datasets(datasets, weights, blend_size(weights, samples), settings)
+    return _blend(datasets, weights, blend_size(weights, samples), split.cache_path)
 
 
-def _without_empty(
-    blend: Blend,
-    name: str,
-    fractions: tuple[float, float],
-    one_epoch: bool,
-    settings: DataSettings,
-) -> Blend:
+def _without_empty(blend: Blend, split: _Split, one_epoch: bool) -> Blend:
     """The blend without datasets that give this split no sample; others take over their share."""
-    whole = settings.packing == "concat" and (one_epoch or blend.weights is None)
-    least = settings.seq_length + 1 if whole else 2
+    whole = split.packing == "concat" and (one_epoch or blend.weights is None)
+    least = split.seq_length + 1 if whole else 2
     kept = []
-    for number, prefix in enumerate(blend.prefixes):
-        lengths = settings.open(prefix).lengths
-        first, last = split_range(fractions, len(lengths))
-        if lengths[first:last].sum(dtype=np.int64) >= least:
-            kept.append(number)
-        else:
-            note(f"{prefix} has nothing for the {name} split and is left out of its blend")
-    if not kept:
-        raise NoSamples(f"no dataset of the {name} blend has data for this split; change --split")
-    weights = None
-    if blend.weights is not None:
-        weights = tuple(blend.weights[number] for number in kept)
-    return Blend(tuple(blend.prefixes[number] for number in kept), weights)
+    for prefix in blend.prefixes:
+        lengths = split.open(prefix).lengths
+        first, last = split_range(split.fractions, len(lengths))
+        kept.append(lengths[first:last].sum(dtype=np.int64) >= least)
+        if not kept[-1]:
+            note(f"{prefix} has nothing for the {split.name} split and is left out of its blend")
+    if not any(kept):
+        raise NoSamples(
+            f"no dataset of the {split.name} blend has data for this split; change --split"
+        )
+    weights = None if blend.weights is None else tuple(compress(blend.weights, kept))
+    return Blend(tuple(compress(blend.prefixes, kept)), weights)
 
 
-def build_source(
-    prefix: str,
-    name: str,
-    fractions: tuple[float, float],
-    samples: int | None,
-    settings: DataSettings,
-) -> PiecewiseDataset:
-    """Samples of the sequences `fractions` of `prefix`; `name` (the split) is for messages."""
-    dataset = settings.open(prefix)
-    sequences = split_range(fractions, len(dataset))
-    packed = settings.packing == "best-fit"
+def _build_source(prefix: str, split: _Split, samples: int | None) -> PiecewiseDataset:
+    dataset = split.open(prefix)
+    first, last = sequences = split_range(split.fractions, len(dataset))
+    packed = split.packing == "best-fit"
     key = {
         "kind": "PackedDataset" if packed else "GPTDataset",
-        "lengths": cache.digest(dataset.lengths) if settings.cache_path else None,
+        "lengths": cache.digest(dataset.lengths) if split.cache_path else None,
         "sequences": sequences,
         "samples": samples,
-        "seq_length": settings.seq_length,
-        "seed": settings.seed,
+        "seq_length": split.seq_length,
+        "seed": split.seed,
     }
 
     def make() -> dict[str, np.ndarray]:
-        where = f"{prefix}, {name} split (sequences {sequences[0]} to {sequences[1]})"
+        where = f"{prefix}, {split.name} split (sequences {first} to {last})"
         build = build_packed_order if packed else build_order
-        with _announced(f"the sample order of {where}", sequences[1] - sequences[0]):
+        with _announced(f"the sample order of {where}", last - first):
             try:
-                order = build(
-                    dataset.lengths, sequences, samples, settings.seq_length, settings.seed
-                )
+                order = build(dataset.lengths, sequences, samples, split.seq_length, split.seed)
             except NoSamples as error:
                 raise NoSamples(
                     f"{where}: {error}; change --split or give the split data of its own"
                 ) from None
         return vars(order)
 
-    arrays = cache.load_or_make(settings.cache_path, key, make)
+    arrays = cache.load_or_make(split.cache_path, key, make)
     if packed:
-        return PackedDataset(dataset, PackedOrder(**arrays), settings.seq_length)
-    return GPTDataset(dataset, SampleOrder(**arrays), settings.seq_length)
+        return PackedDataset(dataset, PackedOrder(**arrays), split.seq_length)
+    return GPTDataset(dataset, SampleOrder(**arrays), split.seq_length)
 
 
-def blend_datasets(
-    datasets: Sequence[PiecewiseDataset],
-    weights: Sequence[float],
-    size: int,
-    settings: DataSettings,
+def _blend(
+    datasets: Sequence[PiecewiseDataset], weights: Sequence[float], size: int, folder: str | None
 ) -> BlendedDataset:
     """`size` samples of `datasets` by normalized `weights`."""
     key = {"kind": "BlendedDataset", "weights": list(weights), "size": size}
@@ -205,7 +184,7 @@ def blend_datasets(
         with _announced(f"a blend of {len(weights)} datasets", size):
             return vars(build_blend_order(weights, size))
 
-    order = BlendOrder(**cache.load_or_make(settings.cache_path, key, make))
+    order = BlendOrder(**cache.load_or_make(folder, key, make))
     used = np.bincount(order.dataset_index, minlength=len(datasets))
     for dataset, count in zip(datasets, used, strict=True):
         if count > len(dataset):
@@ -219,13 +198,12 @@ def blend_datasets(
 @contextmanager
 def _announced(what: str, entries: int) -> Iterator[None]:
     """Says when a large index is being made and how long it took."""
-    if entries < _LARGE:
-        yield
-        return
-    began = time.monotonic()
-    _say(f"making {what}, {entries} entries")
+    began, large = time.monotonic(), entries >= _LARGE
+    if large:
+        _say(f"making {what}, {entries} entries")
     yield
-    _say(f"made {what} in {time.monotonic() - began:.0f} s")
+    if large:
+        _say(f"made {what} in {time.monotonic() - began:.0f} s")
 
 
 def note(line: str) -> None:

@@ -8,6 +8,7 @@ pure function of (sequence lengths, range of sequences, samples asked for, seq_l
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,11 +62,7 @@ def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> Epochs:
 
 
 def build_order(
-    lengths: np.ndarray,
-    sequences: tuple[int, int],
-    samples: int | None,
-    seq_length: int,
-    seed: int,
+    lengths: np.ndarray, sequences: tuple[int, int], samples: int | None, seq_length: int, seed: int
 ) -> SampleOrder:
     """The order over sequences `[first, last)` of `lengths` (int32) for at least `samples` samples.
 
@@ -141,10 +138,12 @@ class Sample:
     filled: int | None = None
 
 
+@dataclass(frozen=True, eq=False)
 class PiecewiseDataset(ABC):
     """Samples of `seq_length + 1` tokens that are made of pieces of the sequences of `dataset`."""
 
     dataset: IndexedDataset
+    order: Any
     seq_length: int
 
     @abstractmethod
@@ -173,13 +172,10 @@ class PiecewiseDataset(ABC):
         return Sample(tokens, np.array([*starts, filled], dtype=np.int32), filled)
 
 
-@dataclass(frozen=True, eq=False)
 class GPTDataset(PiecewiseDataset):
     """Item i is sample i of the order, as a `Sample`."""
 
-    dataset: IndexedDataset
     order: SampleOrder
-    seq_length: int
 
     def __len__(self) -> int:
         return len(self.order.shuffle_index)

@@ -22,16 +22,8 @@ from megadiff.data.storage import Bytes, FileBytes, MappedBytes, RemoteBytes, is
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int8),
-    3: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    5: np.dtype(np.int64),
-    6: np.dtype(np.float64),
-    7: np.dtype(np.float32),
-    8: np.dtype(np.uint16),
-}
+_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+DTYPES = {code: np.dtype(name) for code, name in enumerate(_DTYPES, 1)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _COPY = 1 << 24  # bytes copied at once
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are stored as int32

@@ -14,7 +14,6 @@ from itertools import pairwise
 import numpy as np
 
 from megadiff.data.gpt_dataset import NoSamples, Piece, PiecewiseDataset
-from megadiff.data.indexed_dataset import IndexedDataset
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,7 @@ class PackedOrder:
 
 
 def build_packed_order(
-    lengths: np.ndarray,
-    sequences: tuple[int, int],
-    samples: int | None,
-    seq_length: int,
-    seed: int,
+    lengths: np.ndarray, sequences: tuple[int, int], samples: int | None, seq_length: int, seed: int
 ) -> PackedOrder:
     """At least `samples` samples (None: one epoch) of sequences `[first, last)` of `lengths`.
 
@@ -124,13 +119,10 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return result
 
 
-@dataclass(frozen=True, eq=False)
 class PackedDataset(PiecewiseDataset):
     """Item i is sample i of the order: whole pieces, then padding with token 0."""
 
-    dataset: IndexedDataset
     order: PackedOrder
-    seq_length: int
 
     def __len__(self) -> int:
         return len(self.order.first) - 1

@@ -59,15 +59,12 @@ class PreprocessSettings:
 
     def identity(self, inputs: Sequence[str]) -> dict[str, object]:
         """What a run must have in common with an interrupted one to go on from there."""
+        names = ("input_format", "separator", "append_eod", "bos", "split_sentences")
         return {
             "inputs": [_file_identity(path) for path in inputs],
             "tokenizer": self.tokenizer.fingerprint(),
             "keys": list(self.keys),
-            "input_format": self.input_format,
-            "separator": self.separator,
-            "append_eod": self.append_eod,
-            "bos": self.bos,
-            "split_sentences": self.split_sentences,
+            **{name: getattr(self, name) for name in names},
         }
 
 

@@ -19,15 +19,9 @@ import numpy as np
 from megadiff.data.errors import DataError, need_library
 
 EOD_NAMES = (
-    "<EOD>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<｜end▁of▁sentence|>",
-    "<｜end▁of▁sentence｜>",
-    "[SEP]",
-)
+    "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence|>",
+    "<｜end▁of▁sentence｜>", "[SEP]",
+)  # fmt: skip
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>", "[CLS]")
 PAD_NAMES = ("<pad>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]")
 
@@ -222,9 +216,7 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._model.decoder = tokenizers.decoders.ByteLevel()
         self.vocab_size = max(self._model.get_vocab().values()) + 1
-        self.eod = self._model.token_to_id("<|endoftext|>")
-        self.bos = self.eod
-        self.pad = self.eod
+        self.eod = self.bos = self.pad = self._model.token_to_id("<|endoftext|>")
 
 
 class ByteTokenizer(Tokenizer):
@@ -266,15 +258,9 @@ class NullTokenizer(Tokenizer):
 
 
 TYPES = (
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "GPT2BPETokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-)
+    "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+    "HuggingFaceTokenizer", "TikTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
