@@ -53,6 +53,13 @@ def test_bad_files(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def test_a_base_that_is_no_path(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("base: [other.yaml]\n")
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(["--config", str(file)])
+
+
 def test_missing_file():
     with pytest.raises(ConfigError, match=r"^nowhere\.yaml: No such file or directory$"):
         load_config(["--config", "nowhere.yaml"])

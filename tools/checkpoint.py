@@ -36,27 +36,34 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(
-        name: str, run: Callable[..., int | None], text: str, more: str | None = None
+        name: str,
+        run: Callable[..., int | None],
+        text: str,
+        *,
+        path: str | None = None,
+        output: str | None = None,
+        more: str | None = None,
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, epilog=more)
         sub.set_defaults(run=run)
+        if run is not average:
+            sub.add_argument("path", type=Path, help=path)
+        if output is not None:
+            sub.add_argument("--output", type=Path, required=True, help=output)
         return sub
 
-    sub = command("list", list_checkpoints, "the checkpoints of a folder")
-    sub.add_argument("path", type=Path)
+    command("list", list_checkpoints, "the checkpoints of a folder")
 
     sub = command("show", show, "tensors and metadata of a checkpoint")
-    sub.add_argument("path", type=Path)
     sub.add_argument(
         "--json", action="store_true", dest="as_json", help="one JSON object, for programs"
     )
 
-    sub = command("verify", verify, "compare checksums; fails on any damage")
-    sub.add_argument("path", type=Path, help="a folder stands for all of its checkpoints")
+    checkpoints = "a folder stands for all of its checkpoints"
+    sub = command("verify", verify, "compare checksums; fails on any damage", path=checkpoints)
     sub.add_argument("--values", action="store_true", help="also look for NaN and infinity")
 
     sub = command("compare", compare, "differences of two checkpoints; fails on any")
-    sub.add_argument("path", type=Path)
     sub.add_argument("other", type=Path)
     sub.add_argument("--weights-only", action="store_true")
     sub.add_argument(
@@ -64,40 +71,34 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
 
     sub = command("prune", prune, "delete old checkpoints of a folder")
-    sub.add_argument("path", type=Path)
     sub.add_argument("--keep-last", type=int, required=True, metavar="N")
     sub.add_argument("--keep-every", type=int, metavar="M", help="keep steps divisible by M")
     sub.add_argument("--dry-run", action="store_true", help="only say what would go")
 
-    sub = command("average", average, "mean of the weights of several checkpoints")
-    sub.add_argument("paths", type=Path, nargs="+", metavar="path")
-    sub.add_argument("--output", type=Path, required=True, help="the new checkpoint")
-
-    sub = command("convert", convert, "rewrite a checkpoint as one file")
-    sub.add_argument("path", type=Path)
     new = "the new checkpoint, such as runs/bf16/iter_0000100"
-    sub.add_argument("--output", type=Path, required=True, help=new)
+    sub = command("average", average, "mean of the weights of several checkpoints", output=new)
+    sub.add_argument("paths", type=Path, nargs="+", metavar="path")
+
+    sub = command("convert", convert, "rewrite a checkpoint as one file", output=new)
     sub.add_argument("--weights-only", action="store_true", help="without optimizer state")
     sub.add_argument("--dtype", choices=DTYPES, help="of the weights")
 
-    sub = command(
+    command(
         "from-deepspeed",
         from_deepspeed,
         "a checkpoint that DeepSpeed's engine wrote, in megadiff's format",
-        "further flags describe the model: --config configs/..., --bf16, ...",
+        path="the folder of save_checkpoint, or a tag in it",
+        output=new,
+        more="further flags describe the model: --config configs/..., --bf16, ...",
     )
-    sub.add_argument("path", type=Path, help="the folder of save_checkpoint, or a tag in it")
-    sub.add_argument("--output", type=Path, required=True, help="the new checkpoint")
-
-    sub = command(
+    command(
         "to-deepspeed",
         to_deepspeed,
         "a folder for DeepSpeed's load_checkpoint; run with torchrun, on as many processes as will "
         "load it",
-        "further flags: --deepspeed-config, --tensor-model-parallel-size, ...",
+        output="the new folder",
+        more="further flags: --deepspeed-config, --tensor-model-parallel-size, ...",
     )
-    sub.add_argument("path", type=Path)
-    sub.add_argument("--output", type=Path, required=True, help="the new folder")
     arguments, flags = parser.parse_known_args(words)
     if arguments.command in ("from-deepspeed", "to-deepspeed"):
         arguments.flags = flags
@@ -220,10 +221,10 @@ def differ(a: CheckpointReader, b: CheckpointReader, name: str, tolerance: float
         unequal = (x != y) & ~(x.isnan() & y.isnan())
         count += int(unequal.sum())
         if unequal.any():
-            largest = max(
-                largest, (x.double() - y.double()).abs().nan_to_num(math.inf).max().item()
-            )
-        scale = max(scale, y.double().abs().nan_to_num(0.0).max().item() if y.numel() else 0.0)
+            apart = (x.double() - y.double())[unequal].abs().nan_to_num(math.inf, math.inf)
+            largest = max(largest, apart.max().item())
+        finite = y[y.isfinite()]
+        scale = max(scale, finite.double().abs().max().item() if finite.numel() else 0.0)
     if count == 0 or largest <= tolerance * scale:
         return ""
     return f"{count} of {math.prod(shape)} values, largest difference {largest:.3g} of {scale:.3g}"
@@ -306,9 +307,7 @@ def computed(
             dtype = weight_dtype
         pieces: list[Piece] = [
             ComputedPiece(
-                offset,
-                sizes,
-                lambda n=name, o=offset, s=sizes, d=dtype: compute(n, o, s).to(d),
+                offset, sizes, lambda n=name, o=offset, s=sizes, d=dtype: compute(n, o, s).to(d)
             )
             for offset, sizes in reader.blocks(name)
         ]

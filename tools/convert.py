@@ -46,7 +46,11 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         sub.add_argument("--output", required=True, help=output)
         sub.add_argument("--dtype", choices=DTYPES, help="type of the weights; as they are")
 
-    new_root = "folder for the checkpoint, without one in it"
+    def imports(sub: argparse.ArgumentParser, source: str) -> None:
+        sub.add_argument("--input", required=True, help=source)
+        common(sub, "folder for the checkpoint, without one in it")
+
+    hf_folder = "folder with config.json and safetensors"
     sub = command("to-hf", "a checkpoint as a Hugging Face folder")
     sub.add_argument("--load", required=True, help="folder of checkpoints")
     sub.add_argument("--ckpt-step", type=int, help="step to convert; the newest by default")
@@ -66,12 +70,10 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         "from-hf",
         "a Llama, DiffLlama, delta_net, gated_deltanet or megadiff folder as a checkpoint",
     )
-    sub.add_argument("--input", required=True, help="folder with config.json and safetensors")
-    common(sub, new_root)
+    imports(sub, hf_folder)
 
     sub = command("llama-to-diff", "a Llama folder as the start of a differential model")
-    sub.add_argument("--input", required=True, help="folder with config.json and safetensors")
-    common(sub, new_root)
+    imports(sub, hf_folder)
     sub.add_argument("--variant", choices=get_args(Variant), required=True)
     sub.add_argument(
         "--exact",
@@ -82,8 +84,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     sub.add_argument("--seed", type=int, default=1234, help="of what is drawn")
 
     sub = command("from-plain", "the plain DiffTransformer's state_dict as a checkpoint")
-    sub.add_argument("--input", required=True, help=".pt or .safetensors file")
-    common(sub, new_root)
+    imports(sub, ".pt or .safetensors file")
     return parser.parse_args(words)
 
 
@@ -123,12 +124,8 @@ def convert(arguments: argparse.Namespace) -> Report:
     if arguments.command == "from-plain":
         return import_plain(arguments.input, arguments.output, **options)
     if arguments.command == "llama-to-diff":
-        options |= {
-            "variant": arguments.variant,
-            "exact": arguments.exact,
-            "head_norm": arguments.head_norm,
-            "seed": arguments.seed,
-        }
+        names = ("variant", "exact", "head_norm", "seed")
+        options |= {name: getattr(arguments, name) for name in names}
     return import_folder(arguments.input, arguments.output, **options)
 
 

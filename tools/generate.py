@@ -122,7 +122,7 @@ def checkpoint_tokenizer(config: Config, moved: str | None) -> Tokenizer:
 
 
 def read_prompts(path: str | None) -> list[str]:
-    lines = [] if path is None else read_text("--prompt-file", path).splitlines()
+    lines = [] if path is None else read_text("--prompt-file", path).split("\n")
     return [_read_prompt(line) for line in lines if line]
 
 

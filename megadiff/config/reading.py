@@ -63,7 +63,7 @@ def _read_file(config: Config, path: str) -> None:
         )
     base = values.pop("base", None)
     if base is not None:
-        _read_file(config, str(Path(path).parent / base))
+        _read_file(config, str(Path(path).parent / str(base)))
     update_config(config, values, source=path)
 
 

@@ -42,11 +42,7 @@ class Model(nn.ModuleList):
 
 
 def build_model(
-    config: Config,
-    mesh: ParallelMesh,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    config: Config, mesh: ParallelMesh, *, dtype: torch.dtype, device: torch.device | str
 ) -> Model:
     """This rank's part of the decoder; parameters are not initialised.
 

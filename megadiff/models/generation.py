@@ -59,13 +59,13 @@ def generate(
     logits = model(tokens, positions, cache=cache)
     last = logits.gather(1, (ends - 1).view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))[:, 0]
     finished = [False] * len(prompts)
-    for _ in range(max_new_tokens):
+    for left in reversed(range(max_new_tokens)):
         logits = gather_vocabulary(last, model)[:, :vocab_size]
         probabilities = next_token_probabilities(logits, sampling)
         chosen = draw(probabilities, generators)
         finished = [f or token == eod for f, token in zip(finished, chosen, strict=True)]
         yield [None if f else token for f, token in zip(finished, chosen, strict=True)]
-        if all(finished):
+        if all(finished) or not left:
             return
         tokens = torch.tensor(chosen, device=device).unsqueeze(1)
         last = model(tokens, ends.unsqueeze(1), cache=cache)[:, 0]

@@ -84,6 +84,13 @@ def test_greedy_generation_of_prompts_of_unequal_lengths(mixer: TokenMixer) -> N
     assert columns(steps) == [greedy(model, prompt, 6) for prompt in PROMPTS]
 
 
+def test_no_token_is_computed_behind_the_last() -> None:
+    model, calls = build(CONFIG), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert len(list(generate(model, PROMPTS, 3))) == len(calls) == 3
+    assert list(generate(model, PROMPTS, 0)) == []
+
+
 def test_a_sequence_ends_with_the_end_of_document_and_the_others_go_on() -> None:
     model = build(CONFIG)
     free = columns(list(generate(model, PROMPTS, 6, Sampling(temperature=0))))

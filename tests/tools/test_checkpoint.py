@@ -92,6 +92,20 @@ def test_compare(folder, capsys):
     assert main(["compare", "--tolerance", "0.49", ten, twenty]) == 1
 
 
+def test_compare_passes_over_infinities_that_are_equal(tmp_path, capsys):
+    values = {1: [math.inf, 1.0, 2.0], 2: [math.inf, 1.0, 2.5], 3: [1.0, 1.0, 2.0]}
+    for step, value in values.items():
+        tensor = ShardedTensor((3,), torch.float32, [Piece((0,), torch.tensor(value))])
+        CheckpointManager(tmp_path).save(step, {"w": tensor}, {})
+    one, two, three = (str(checkpoint_path(tmp_path, step)) for step in values)
+    assert main(["compare", one, two]) == 1
+    assert "1 of 3 values, largest difference 0.5 of 2.5" in capsys.readouterr().out
+    assert main(["compare", "--tolerance", "0.21", one, two]) == 0
+    assert main(["compare", "--tolerance", "0.19", one, two]) == 1
+    assert main(["compare", "--tolerance", "0.5", one, three]) == 1
+    assert "largest difference inf of 2" in capsys.readouterr().out
+
+
 def test_prune_keeps_what_a_run_resumes_from(folder, capsys):
     (folder / "latest_checkpointed_iteration.txt").write_text("10")
     assert main(["prune", str(folder), "--keep-last", "1", "--dry-run"]) == 0

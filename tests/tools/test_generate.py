@@ -90,6 +90,12 @@ def test_prompts_come_from_a_file_too(
     assert all(line["text"].startswith(line["prompt"]) for line in lines)
 
 
+def test_only_line_ends_part_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('"a\u2028b"\n\nc\x0bd\r\n"', encoding="utf-8", newline="")
+    assert generate.read_prompts(str(file)) == ["a\u2028b", "c\x0bd", '"']
+
+
 def test_a_step_that_is_not_there_is_refused(saved: str) -> None:
     with pytest.raises(CheckpointError, match="iter_0000099: there is no such checkpoint"):
         generate.main(arguments(saved, "--ckpt-step", "99"))
