@@ -28,7 +28,7 @@ from megadiff.kernels.diff_common import (
 )
 from megadiff.kernels.diff_forward import load_lambda
 
-_INTEGERS = ["n_q", "n_k", "blocks", "n_sequences", "pairs", "groups", "left", "right"]
+_INTEGERS = ["n_q", "n_k", "blocks", "side", "n_sequences", "pairs", "groups", "left", "right"]
 
 
 @triton.jit(do_not_specialize=["n_q", "n_tokens", "pitch", "blocks", "pairs"])
@@ -137,14 +137,14 @@ def _keys_range(
 @triton.jit(do_not_specialize=_INTEGERS)
 def backward_keys(
     q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc, dk_out, dv_out, lam, cu_q, cu_k, used,
-    n_q, n_k, blocks, n_sequences, pairs, groups, left, right, qk_scale, scale, D: tl.constexpr, DV:
-    tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, OWN_KEYS: tl.constexpr,
+    n_q, n_k, blocks, side, n_sequences, pairs, groups, left, right, qk_scale, scale, D:
+    tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OWN_KEYS: tl.constexpr,
     PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr, WANT_DK: tl.constexpr,
     WANT_DV: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (or one of them) of one block of keys of one group, over all pairs of the group."""
-    block, z = schedule(tl.program_id(0), blocks, n_sequences * groups, GROUP, False)
+    block, z = schedule(tl.program_id(0), blocks, n_sequences * groups, side, False)
     group = z % groups
     index = z // groups
     q_start, n_q, k_start, n_k, in_use = sequence(
@@ -245,13 +245,13 @@ def _queries_range(
 @triton.jit(do_not_specialize=[*_INTEGERS, "pitch"])
 def backward_queries(
     q_desc, k_desc, v_desc, g_desc, dq_out, lse, delta, lam, cu_q, cu_k, used, n_q, n_k, pitch,
-    blocks, n_sequences, pairs, groups, left, right, qk_scale, scale, D: tl.constexpr, DV:
-    tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, OWN_KEYS: tl.constexpr,
-    PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
+    blocks, side, n_sequences, pairs, groups, left, right, qk_scale, scale, D: tl.constexpr, DV:
+    tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN:
+    tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED: tl.constexpr, HAS_LEFT:
+    tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """dQ of both branches of one pair for one block of queries."""
-    block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
+    block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, side, True)
     pair = z % pairs
     group = pair // (pairs // groups)
     index = z // pairs

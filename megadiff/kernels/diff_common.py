@@ -12,11 +12,11 @@ import triton.language as tl
 
 
 @triton.jit
-def schedule(pid, blocks, heads, GROUP: tl.constexpr, REVERSED: tl.constexpr):
-    """1-D grid -> (block, head). `GROUP` heads run side by side, so that their keys stay in L2;
+def schedule(pid, blocks, heads, side, REVERSED: tl.constexpr):
+    """1-D grid -> (block, head). `side` heads run side by side, so that their keys stay in L2;
     within them the blocks with most work under a causal mask come first."""
-    first = pid // (blocks * GROUP) * GROUP
-    size = min(GROUP, heads - first)
+    first = pid // (blocks * side) * side
+    size = min(side, heads - first)
     inside = pid - first * blocks
     block = inside // size
     if REVERSED:

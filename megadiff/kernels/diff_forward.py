@@ -151,21 +151,22 @@ def load_lambda(lam, rows, inside, pair, pairs, PER_TOKEN: tl.constexpr, PER_HEA
 
 
 _INTEGERS = [
-    "n_q", "n_k", "n_tokens", "pitch", "blocks", "n_sequences", "pairs", "groups", "left", "right",
+    "n_q", "n_k", "n_tokens", "pitch", "blocks", "side", "n_sequences", "pairs", "groups", "left",
+    "right",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def forward_in_turn(
     q_desc, k_desc, v_desc, out, second, normed, lse, rstd, lam, weight, cu_q, cu_k, used, n_q, n_k,
-    n_tokens, pitch, blocks, n_sequences, pairs, groups, left, right, qk_scale, width, eps,
-    out_scale, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP:
-    tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED:
-    tl.constexpr, HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN:
-    tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
+    n_tokens, pitch, blocks, side, n_sequences, pairs, groups, left, right, qk_scale, width, eps,
+    out_scale, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OWN_KEYS:
+    tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED:
+    tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr, NORM:
+    tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one pair; branch 2 first, its output read back for the difference."""
-    block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
+    block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, side, True)
     pair = z % pairs
     group = pair // (pairs // groups)
     index = z // pairs
@@ -217,14 +218,14 @@ def forward_in_turn(
 @triton.jit(do_not_specialize=_INTEGERS)
 def forward_joint(
     q_desc, k_desc, v_desc, out, second, normed, lse, rstd, lam, weight, cu_q, cu_k, used, n_q, n_k,
-    n_tokens, pitch, blocks, n_sequences, pairs, groups, left, right, qk_scale, width, eps,
-    out_scale, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP:
-    tl.constexpr, OWN_KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED:
-    tl.constexpr, HAS_USED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN:
-    tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
+    n_tokens, pitch, blocks, side, n_sequences, pairs, groups, left, right, qk_scale, width, eps,
+    out_scale, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OWN_KEYS:
+    tl.constexpr, PER_TOKEN: tl.constexpr, PER_HEAD: tl.constexpr, PACKED: tl.constexpr, HAS_USED:
+    tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CLEAN: tl.constexpr, NORM:
+    tl.constexpr, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one pair, both branches at once."""
-    block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, GROUP, True)
+    block, z = schedule(tl.program_id(0), blocks, n_sequences * pairs, side, True)
     pair = z % pairs
     group = pair // (pairs // groups)
     index = z // pairs

@@ -213,6 +213,11 @@ def block_count(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def side(heads: int, most: int) -> int:
+    """Heads side by side, in even portions: few alone at the end would start long blocks late."""
+    return block_count(heads, max(block_count(heads, most), 1))
+
+
 class _Plan:
     """What all launches of one call share."""
 
@@ -245,6 +250,7 @@ class _Plan:
             "n_q": call.max_q,
             "n_k": call.max_k,
             "blocks": blocks,
+            "side": side(self.sequences * heads, tile.group),
             "n_sequences": self.sequences,
             "pairs": self.pairs,
             "groups": self.groups,
@@ -257,7 +263,6 @@ class _Plan:
             "DV": self.d_v,
             "BM": tile.queries,
             "BN": tile.keys,
-            "GROUP": tile.group,
             "OWN_KEYS": self.own_keys,
             "PER_TOKEN": call.lam.dim() > 1,
             "PER_HEAD": call.lam.dim() == 1,

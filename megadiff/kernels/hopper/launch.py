@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megadiff.kernels import diff_launch
-from megadiff.kernels.diff_launch import Call, Launch, aligned, block_count, descriptor
+from megadiff.kernels.diff_launch import Call, Launch, aligned, block_count, descriptor, side
 from megadiff.kernels.hopper.forward import forward
 from megadiff.kernels.hopper.keys import backward_keys, sum_parts
 from megadiff.kernels.hopper.queries import backward_queries
@@ -119,11 +119,6 @@ def _parts(programs: int, pairs: int, causal: bool) -> int:
     return next((n for n in divisors if n * programs >= enough), pairs)
 
 
-def _side(heads: int, most: int) -> int:
-    """Heads side by side: few alone at the end would start long blocks late."""
-    return -(-heads // -(-heads // most))
-
-
 def _sum(x: Tensor, out: Tensor) -> Launch:
     """Of x over its first dim."""
     width = out.shape[-1]
@@ -187,7 +182,7 @@ def backward_launches(
         "dv_out": dv_out,
         "parts": parts,
         "blocks": key_blocks,
-        "side": _side(batch * groups * parts, keys.group),
+        "side": side(batch * groups * parts, keys.group),
     }
     for_queries = {
         "q_desc": _descriptor(q, 64),
@@ -199,7 +194,7 @@ def backward_launches(
         "pitch": lse.shape[1],
         "dq_out": dq,
         "blocks": query_blocks,
-        "side": _side(batch * pairs, queries.group),
+        "side": side(batch * pairs, queries.group),
     }
     keys_constants = {
         "BM": keys.queries,
@@ -269,7 +264,7 @@ def forward_launch(
         "n_tokens": batch * n_q,
         "pitch": lse.shape[1],
         "blocks": blocks,
-        "side": _side(batch * pairs, tile.group),
+        "side": side(batch * pairs, tile.group),
         "n_sequences": batch,
         "pairs": pairs,
         "groups": groups,
