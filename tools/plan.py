@@ -128,7 +128,8 @@ def main(words: list[str] | None = None) -> int:
         parser.error("--gpus and --memory must be positive")
     try:
         config = load_config(flags)
-        config.training.train_iters = config.training.train_iters or 1
+        if config.training.train_samples is None:
+            config.training.train_iters = config.training.train_iters or 1
         if config.training.deepspeed:
             raise ConfigError("the estimate is of the native engine: leave out --deepspeed")
         if config.training.global_batch_size is None or config.training.micro_batch_size < 1:

@@ -122,18 +122,13 @@ class Decoder(nn.Module):
                 x = block(x, geometry, layer_cache)
         else:
             for blocks, again in self.recompute.runs(self.blocks):
-                if again:
-                    x = recomputed(_run_blocks, blocks, x, geometry)
-                else:
-                    x = _run_blocks(blocks, x, geometry)
+                run = partial(recomputed, _run_blocks) if again else _run_blocks
+                x = run(blocks, x, geometry)
         if self.final_norm is None or self.output is None:
             return x
         _, x = self.final_norm(x)
-        if self.mesh.sequence_parallel:
-            x = gather_sequence(x, self.mesh.tp)
-        else:
-            x = copy_to_group(x, self.mesh.tp)
-        logits = x @ self.output.T
+        whole = gather_sequence if self.mesh.sequence_parallel else copy_to_group
+        logits = whole(x, self.mesh.tp) @ self.output.T
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.mesh.tp)

@@ -44,19 +44,16 @@ class Norm(nn.Module):
         parameters: Sequence[Tensor] = [p for p in (self.weight, self.bias) if p is not None]
         if self.mesh.sequence_parallel:  # each rank sees only its part of the sequence
             parameters = sum_gradients(self.mesh.tp, *parameters)
-        if self.layer_norm:
-            x = x if y is None else x + y
-            normed = layer_norm(x, *parameters, eps=self.epsilon)
-        else:
-            x, normed = self.add_rms_norm(x, y, parameters[0], self.epsilon)
+        x, normed = self._add_norm(x, y, *parameters)
         if self.recompute:
-            forget(normed, self._again, x, *parameters)
+            forget(normed, lambda x, *p: self._add_norm(x, None, *p)[1], x, *parameters)
         return x, normed
 
-    def _again(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        if self.layer_norm:
-            return layer_norm(x, *parameters, eps=self.epsilon)
-        return self.add_rms_norm(x, None, *parameters, self.epsilon)[1]
+    def _add_norm(self, x: Tensor, y: Tensor | None, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.layer_norm:
+            return self.add_rms_norm(x, y, *parameters, self.epsilon)
+        x = x if y is None else x + y
+        return x, layer_norm(x, *parameters, eps=self.epsilon)
 
 
 def choose_rms_norm(model: nn.Module, tokens: int, dtype: torch.dtype) -> str:

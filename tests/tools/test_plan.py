@@ -70,6 +70,12 @@ def test_the_tool_prints_flags(capsys):
     assert "2 GPUs: " in printed and "GB (weights" in printed and "--micro-batch-size " in printed
 
 
+def test_a_run_may_be_told_in_samples(capsys):
+    words = ["--train-samples", "1000", "--global-batch-size", "8", "--vocab-size", "1000"]
+    assert main(["--gpus", "1", *words]) == 0
+    assert "1 GPUs: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
