@@ -59,10 +59,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(words: list[str]) -> None:
     arguments = parse_arguments(words)
-    try:
-        sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if arguments.max_new_tokens < 0:
         raise ConfigError(f"--max-new-tokens is {arguments.max_new_tokens}, must not be negative")
     config, env, model = load_model(arguments)

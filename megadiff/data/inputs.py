@@ -33,8 +33,7 @@ SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", *TEXT_SUFFIXES)
 
 @dataclass(frozen=True)
 class Position:
-    """Where reading goes on: in which input, after how many bytes (rows) and lines of its
-    content."""
+    """Where reading goes on: which input, after how many bytes (rows) and lines of its content."""
 
     file: int = 0
     offset: int = 0

@@ -51,8 +51,7 @@ class State:
 
 
 class Parts:
-    """`.bin.part`, `.lengths.part` and `.documents.part` of each output, and the log of
-    problems."""
+    """`.bin.part`, `.lengths.part`, `.documents.part` of each output, and the log of problems."""
 
     SUFFIXES = (".bin.part", ".lengths.part", ".documents.part")
 
@@ -80,8 +79,7 @@ class Parts:
         ]
 
     def open(self, sizes: Sequence[int]) -> None:
-        """Open for appending after `sizes` bytes; what an interrupted run wrote beyond is cut
-        off."""
+        """Open to append after `sizes` bytes; what an interrupted run wrote beyond is cut off."""
         for path, size in zip(self.paths, sizes, strict=True):
             path.touch()
             os.truncate(path, size)

@@ -235,8 +235,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is ids already, decimal and with spaces between; the end of document follows
-    them."""
+    """Text that is ids already, decimal with spaces between; the end of document follows them."""
 
     def __init__(self, vocab_size: int) -> None:
         self._ids = vocab_size

@@ -8,8 +8,7 @@ from megadiff.kernels.reference import wide
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; gate_up `[..., 2 F]` = [gate | up] -> `[..., F]`, computed in at least
-    float32."""
+    """silu(gate) * up; `[..., 2 F]` = [gate | up] -> `[..., F]`, computed in at least float32."""
     if on_triton(gate_up):
         from megadiff.kernels import small_triton
 

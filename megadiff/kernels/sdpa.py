@@ -146,8 +146,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry) ->
 
 
 def _on_flash(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> bool:
-    """Whether the call is one that FlashAttention-2 serves and `scaled_dot_product_attention` does
-    not."""
+    """Whether FlashAttention-2 serves the call, and `scaled_dot_product_attention` does not."""
     corner = q.shape[-3] >= k.shape[-3] or q.numel() == 0  # else causal would need a mask
     causal_or_full = geometry.right is None or (geometry.right == 0 and corner)
     plain = geometry.left is None and geometry.seqused_k is None and causal_or_full
@@ -187,8 +186,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry)
 def _branches_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, scale: float, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """A call per branch on strided views; FlashAttention-2 takes values of twice the width by
-    halves."""
+    """A call per branch on strided views; FlashAttention-2 takes values of width 2 d by halves."""
     d = q.shape[-1]
     halves = v.split(d, -1) if _on_flash(q, k, v, geometry) and v.shape[-1] == 2 * d else (v,)
     first, second = (

@@ -14,7 +14,7 @@ from megadiff.config import ModelConfig, TokenMixer
 from megadiff.kernels import attention, diff_attention, rms_norm, split_rotary
 from megadiff.kernels.reference import wide
 from megadiff.models.geometry import Geometry, KeyValueCache
-from megadiff.models.mixer import Mixer, output_init
+from megadiff.models.mixer import PAD, Mixer, output_init
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.context import attend_documents, attend_in_context
 from megadiff.parallel.linear import (
@@ -27,9 +27,6 @@ from megadiff.parallel.linear import (
 from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import Init
 from megadiff.parallel.recompute import forget, recomputed
-
-# 64 elements are 128 bytes in bfloat16: rows of the fused projection stay aligned behind lambda's.
-_PAD = 64
 
 
 class HeadShape(NamedTuple):
@@ -67,7 +64,7 @@ class _Attention(Mixer):
         ]
         if self.kind == "diff_v2":
             outputs.append(Output("lambda", heads, heads, init))
-        self.qkv = ColumnParallelLinear(hidden, outputs, mesh, name, pad_to=_PAD, **factory)
+        self.qkv = ColumnParallelLinear(hidden, outputs, mesh, name, pad_to=PAD, **factory)
         factory["init"] = output_init(config)
         self.out = RowParallelLinear(
             heads * self.value_width, hidden, heads, mesh, f"{name}.o", **factory

@@ -18,7 +18,7 @@ from megadiff.kernels import delta_rule, gated_rms_norm, l2_norm, rms_norm, shor
 from megadiff.kernels.reference import wide
 from megadiff.models.delta_state import DeltaCache, State, Tokens
 from megadiff.models.geometry import Geometry
-from megadiff.models.mixer import Mixer, output_init
+from megadiff.models.mixer import PAD, Mixer, output_init
 from megadiff.parallel.collectives import sum_gradients
 from megadiff.parallel.head_exchange import heads_to_sequence, sequence_to_heads
 from megadiff.parallel.linear import (
@@ -32,7 +32,6 @@ from megadiff.parallel.linear import (
 from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import Init, uniform
 
-_PAD = 64  # 128 bytes in bfloat16: rows of the fused projection stay aligned behind beta and decay
 _EPSILON = 1e-6  # of the norms of q and k, as published
 
 
@@ -164,7 +163,7 @@ class DeltaNet(Mixer):
             [Output(output, width, heads, init) for output, width in features.items()],
             mesh,
             name,
-            pad_to=_PAD,
+            pad_to=PAD,
             **factory,
         )
         self.out = RowParallelLinear(

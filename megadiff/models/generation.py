@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megadiff.config import ConfigError
 from megadiff.kernels.reference import wide
 from megadiff.models.decoder import Decoder
-from megadiff.parallel.mesh import Axis
+from megadiff.parallel.collectives import gather_sequence
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
+            raise ConfigError(
                 f"temperature {self.temperature} and top_k {self.top_k} must not be negative, and "
                 f"top_p {self.top_p} must lie above 0 and up to 1"
             )
@@ -74,12 +74,7 @@ def generate(
 
 def gather_vocabulary(logits: Tensor, model: Decoder) -> Tensor:
     """`[b, vocab / tp]` of each rank as `[b, vocab]` everywhere, at least float32, unpadded."""
-    tp: Axis = model.mesh.tp
-    logits = logits.to(wide(logits.dtype)).contiguous()
-    if tp.size > 1:
-        parts = [torch.empty_like(logits) for _ in range(tp.size)]
-        dist.all_gather(parts, logits, group=tp.group)
-        logits = torch.cat(parts, -1)
+    logits = gather_sequence(logits.to(wide(logits.dtype)), model.mesh.tp)  # along dim 1
     return logits[:, : model.vocab_size]
 
 

@@ -26,6 +26,7 @@ import torch
 from megadiff.config import DELTA_MIXERS, Config, ModelConfig, TokenMixer, data_parallel_size
 from megadiff.models.attention import head_shape
 from megadiff.models.build import Model, build_model
+from megadiff.models.mixer import PAD
 from megadiff.parallel.copy_engine import SLOTS
 from megadiff.parallel.embedding import padded_vocab_size
 from megadiff.parallel.mesh import Axis, ParallelMesh
@@ -170,7 +171,7 @@ def layer_elements(
     q, k = branches * heads * d, key_branches * groups * d
     v, o = groups * d_v, heads * d_v
     if mixer == "diff_v2":  # lambda's columns, padded
-        v += -(-heads // 64) * 64
+        v += -(-heads // PAD) * PAD
     recomputed = recompute.chooses("core_attn")
     outputs = 1 if recomputed else branches
     normed = mixer == "diff_v1" and m.diff_head_norm != "none"

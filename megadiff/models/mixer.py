@@ -10,6 +10,9 @@ from megadiff.config import ModelConfig, TokenMixer
 from megadiff.models.geometry import Geometry
 from megadiff.parallel.parameter import Init
 
+# 128 bytes in bfloat16: rows of a fused projection stay aligned behind lambda's, beta's and decay's
+PAD = 64
+
 
 def output_init(config: ModelConfig) -> Init:
     """Of the layers that add to the residual stream: the smaller the deeper the model."""
