@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megadiff.optim.buckets import Buckets
 from megadiff.optim.shards import Range, Shard, flat_sections
+from megadiff.parallel.mesh import gather_objects
 from megadiff.parallel.parameter import Section, record_of
 
 
@@ -76,7 +77,8 @@ class WholeMatrices:
     def _exchange_offsets(self) -> None:
         """Learn which block of each matrix the other tensor-parallel ranks hold."""
         own = [(m.section.offset, m.section.length) for m in self._matrices]
-        for matrix, blocks in zip(self._matrices, self._tensor.gather_objects(own), strict=True):
+        every = gather_objects(own, self._tensor.group)
+        for matrix, *blocks in zip(self._matrices, *every, strict=True):
             matrix.offsets = [offset for offset, _ in blocks]
             held = sum(length for _, length in set(blocks))
             if held != matrix.shape[matrix.dim]:
@@ -165,15 +167,7 @@ class _Ranks:
     def __init__(self, group: dist.ProcessGroup | None, empty: Tensor) -> None:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._group, self._empty = group, empty
-
-    def gather_objects(self, own: list) -> Iterator[tuple]:
-        """The items of `own` together with those at the same place on the other ranks."""
-        every: list = [own]
-        if self.size > 1:
-            every = [None] * self.size
-            dist.all_gather_object(every, own, group=self._group)
-        return zip(*every, strict=True)
+        self.group, self._empty = group, empty
 
     def exchange(self, outgoing: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
         """Send flat tensors to each rank; from rank i come tensors of `sizes[i]` elements."""
@@ -185,7 +179,7 @@ class _Ranks:
             torch.cat([self._empty, *(t for tensors in outgoing for t in tensors)]),
             [sum(s) for s in sizes],
             [sum(t.numel() for t in tensors) for tensors in outgoing],
-            group=self._group,
+            group=self.group,
         )
         parts = iter(received.split([n for s in sizes for n in s]))
         return [[next(parts) for _ in s] for s in sizes]

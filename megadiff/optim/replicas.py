@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.mesh import ParallelMesh, gather_objects
 from megadiff.parallel.parameter import local_view, named_sections, record_of
 
 _BLOCK = 1 << 24  # elements hashed at a time, which bounds the memory for it
@@ -67,8 +67,7 @@ def check_replicas(
         _first_difference(copied, mesh.tp_copies.group, "tensor-parallel"),
         *(_first_difference([(_tie(p), p)], group, "tied") for p, group in ties),
     ]
-    every: list[str | None] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(every, next((f for f in found if f is not None), None), group=control)
+    every = gather_objects(next((f for f in found if f is not None), None), control)
     ranks = [rank for rank, message in enumerate(every) if message is not None]
     if ranks:
         raise ReplicaError(f"{every[ranks[0]]} (seen by ranks {', '.join(map(str, ranks))})")

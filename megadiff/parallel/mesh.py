@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megadiff.parallel.copy_engine import PeerMemory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,12 @@ def _axis(ranks: np.ndarray, dims: Sequence[int], rank: int, timeout: timedelta)
         if rank in members:
             found = Axis(group, members.index(rank), size)  # type: ignore[arg-type]
     return found
+
+
+def gather_objects(own: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What each rank of `group` has, by rank; without a group this process is alone."""
+    if group is None:
+        return [own]
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    return every

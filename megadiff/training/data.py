@@ -10,11 +10,7 @@ import numpy as np
 
 from megadiff.config import Config, ConfigError, DataConfig
 from megadiff.data.blended_dataset import BlendedDataset
-from megadiff.data.build import (
-    Dataset,
-    build_train_valid_test_datasets,
-    note,
-)
+from megadiff.data.build import Dataset, build_train_valid_test_datasets, note
 from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
 from megadiff.data.indexed_dataset import DataError

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megadiff.models.build import build_model
 from megadiff.optim.groups import group_rule
 from megadiff.optim.optimizer import StepResult
 from megadiff.optim.shards import StatePiece
-from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.mesh import Axis, ParallelMesh
 from megadiff.parallel.parameter import initialize, local_view, record_of
 from megadiff.parallel.pipeline import sum_of_losses
 from megadiff.training.checkpointing import add_flat
@@ -156,35 +157,16 @@ def _fill(settings: dict[str, Any], key: str, value: Any, path: str) -> None:
     settings[name] = value
 
 
-class _ModelParallelUnit:
+def _model_parallel_unit(mesh: ParallelMesh) -> SimpleNamespace:
     """The mesh in the words that DeepSpeed asks for it."""
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        assert mesh.device_mesh is not None
-        self.mesh = mesh
-        self.groups = {name: mesh.device_mesh.get_group(name) for name in ("tp", "dp")}
-
-    def get_model_parallel_rank(self) -> int:
-        return self.mesh.tp.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.mesh.tp.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups["tp"]
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.dp.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.mesh.dp.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups["dp"]
+    assert mesh.device_mesh is not None
+    unit = SimpleNamespace()
+    for word, name in (("model", "tp"), ("tensor_model", "tp"), ("data", "dp")):
+        axis: Axis = getattr(mesh, name)
+        group = mesh.device_mesh.get_group(name)  # also where the axis, of one rank, has none
+        for what, value in (("rank", axis.rank), ("world_size", axis.size), ("group", group)):
+            setattr(unit, f"get_{word}_parallel_{what}", lambda value=value: value)
+    return unit
 
 
 def _load_library() -> Any:
@@ -224,7 +206,7 @@ class DeepSpeedEngine:
                 model=self.model.chunks[0],
                 optimizer=_torch_optimizer(self.model, config.optimizer),
                 config=settings,
-                mpu=_ModelParallelUnit(env.mesh),
+                mpu=_model_parallel_unit(env.mesh),
                 dist_init_required=False,
             )
         except (

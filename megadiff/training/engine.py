@@ -5,7 +5,6 @@ global batch runs through micro-batches, pipeline stages or another library is i
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
@@ -130,8 +129,7 @@ def compute_in_float8(model: Model, device: torch.device) -> str:
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The micro-batch on `device`; the copies do not wait for it."""
-    moved: dict[str, Any] = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        moved[field.name] = None if value is None else value.to(device, non_blocking=True)
+    moved: dict[str, Any] = {
+        k: None if v is None else v.to(device, non_blocking=True) for k, v in vars(batch).items()
+    }
     return MicroBatch(**moved)

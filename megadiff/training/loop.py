@@ -196,12 +196,12 @@ def _log_interval(
     t = run.config.training
     assert t.train_iters is not None
     steps = len(interval.outcomes)
-    values: dict[str, Any] = {"consumed_samples": progress.consumed_samples}
-    values |= interval.summary()
     seconds = clock.lap() / steps
     samples = sum(o.batch_size for o in interval.outcomes) / steps
     tokens = samples * t.seq_length / seconds / run.env.mesh.world_size
-    values |= {
+    values: dict[str, Any] = {
+        "consumed_samples": progress.consumed_samples,
+        **interval.summary(),
         "global_batch_size": interval.outcomes[-1].batch_size,
         "iteration_ms": 1000 * seconds,
         "tokens_per_second_per_device": tokens,

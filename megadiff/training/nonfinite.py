@@ -7,17 +7,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config import Config
 from megadiff.data.loader import sample_numbers
-from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.mesh import ParallelMesh, gather_objects
 from megadiff.training.data import Batches, sample_ids
 from megadiff.training.errors import NotFiniteError
 from megadiff.training.metrics import Outcome
@@ -73,21 +73,19 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
             nonlocal running
             running = None
 
-        def watch_module(module: nn.Module, name: str) -> None:
-            def after_forward(_: nn.Module, inputs: Any, output: Any) -> None:
-                micro_batch = running
-                if micro_batch is None:  # computed again, within the backward of any micro-batch
-                    return
-                look(output, name, stage, micro_batch, False)
-                for x in _tensors(inputs):
-                    if x.requires_grad:
-                        x.register_hook(lambda g: look(g, name, stage, micro_batch, True))
-
-            hooks.enter_context(module.register_forward_hook(after_forward))
+        def after_forward(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+            micro_batch = running
+            if micro_batch is None:  # computed again, within the backward of any micro-batch
+                return
+            look(output, name, stage, micro_batch, False)
+            for x in _tensors(inputs):
+                if x.requires_grad:
+                    x.register_hook(lambda g: look(g, name, stage, micro_batch, True))
 
         hooks.enter_context(chunk.register_forward_pre_hook(before_stage))
         for name, module in chunk.named_modules():
-            watch_module(module, name or "the whole stage")
+            hook = partial(after_forward, name or "the whole stage")
+            hooks.enter_context(module.register_forward_hook(hook))
         hooks.enter_context(chunk.register_forward_hook(after_stage))
 
     def watch_parameter(parameter: nn.Parameter, name: str, stage: int) -> None:
@@ -112,11 +110,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def first_origin(origins: list[Origin], env: Environment) -> Origin | None:
     """The first of all ranks, the same on all; None when all was finite."""
-    every = [origins]
-    if env.control is not None:
-        every = [[] for _ in range(env.mesh.world_size)]
-        dist.all_gather_object(every, origins, group=env.control)
-    return min((origin for of_rank in every for origin in of_rank), default=None)
+    return min(chain(*gather_objects(origins, env.control)), default=None)
 
 
 def report(

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megadiff.parallel.mesh import gather_objects
 from megadiff.training.setup import Environment
 
 
@@ -62,12 +62,7 @@ def slowest_rank(own: OwnTime, env: Environment, steps: int, step_seconds: float
 
     Seconds are of one step, of which there were `steps` since the last call.
     """
-    mine = torch.tensor(own.lap(), dtype=torch.float64) / steps
-    every = [mine]
-    if env.control is not None:
-        every = [torch.empty_like(mine) for _ in range(env.mesh.world_size)]
-        dist.all_gather(every, mine, group=env.control)
-    table = torch.stack(every)
+    table = torch.tensor(gather_objects(own.lap(), env.control), dtype=torch.float64) / steps
     total = table.sum(1)
     rank = int(total.argmax())
     compute, data = table[rank].tolist()
