@@ -32,19 +32,24 @@ def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def check_against(config: ModelConfig, tensors: Mapping[str, Deferred], source: str) -> None:
     """Raise InteropError unless `tensors` are just those of the model, by name and shape."""
-    wanted = global_shapes(config)
+    problems = misfits(global_shapes(config), {name: t.shape for name, t in tensors.items()})
+    if problems:
+        raise InteropError(f"{source} does not hold the model it describes: {problems}")
+
+
+def misfits(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """In what the names and shapes `found` are not those `wanted`; empty where they are."""
     problems = []
-    if missing := wanted.keys() - tensors.keys():
+    if missing := wanted.keys() - found.keys():
         problems.append(f"missing: {listed(missing)}")
-    if strange := tensors.keys() - wanted.keys():
+    if strange := found.keys() - wanted.keys():
         problems.append(f"unknown: {listed(strange)}")
     problems += [
-        f"{name} is {tensors[name].shape} instead of {shape}"
+        f"{name} is {found[name]} instead of {shape}"
         for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
+        if found.get(name, shape) != shape
     ]
-    if problems:
-        raise InteropError(f"{source} does not hold the model it describes: {'; '.join(problems)}")
+    return "; ".join(problems)
 
 
 def read_checkpoint(

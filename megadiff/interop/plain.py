@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megadiff.config import Config, ModelConfig
-from megadiff.interop.checkpoint import global_shapes, write_checkpoint
+from megadiff.interop.checkpoint import global_shapes, misfits, write_checkpoint
 from megadiff.interop.tensors import InteropError, Progress, Report, deferred, silent
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.parameter import local_view, record_of
@@ -86,15 +86,8 @@ def load_plain_state_dict(model: Decoder, state: Mapping[str, Tensor]) -> None:
     another shape.
     """
     wanted = {plain_name(name): shape for name, shape in global_shapes(model.config).items()}
-    problems = [f"{name} is missing" for name in wanted.keys() - state.keys()]
-    problems += [
-        f"{name} is {tuple(state[name].shape)} instead of {shape}"
-        for name, shape in wanted.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
-    problems += [f"{name} is not in this model" for name in state.keys() - wanted.keys()]
-    if problems:
-        raise ValueError("the plain state_dict does not fit: " + "; ".join(sorted(problems)))
+    if problems := misfits(wanted, {name: tuple(t.shape) for name, t in state.items()}):
+        raise ValueError(f"the plain state_dict does not fit: {problems}")
     for parameter in model.parameters():
         record = record_of(parameter)
         parameter.zero_()  # what no section covers is padding

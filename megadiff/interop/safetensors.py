@@ -10,6 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,8 @@ def read_folder(folder: str | Path) -> dict[str, Deferred]:
                             f"{file}: {name} is of type {part.get_dtype()}; only "
                             f"{', '.join(_DTYPES)} are read"
                         )
-                    tensors[name] = _in_file(file, name, tuple(part.get_shape()), dtype)
+                    shape, make = tuple(part.get_shape()), partial(_read, file, name)
+                    tensors[name] = Deferred(shape, dtype, make)
         except (SafetensorError, OSError) as error:
             raise InteropError(f"{file}: not a safetensors file ({error})") from None
     return tensors
@@ -61,12 +63,9 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(names)]
 
 
-def _in_file(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
-    def make() -> torch.Tensor:
-        with safe_open(file, "pt") as opened:
-            return opened.get_tensor(name)
-
-    return Deferred(shape, dtype, make)
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(name)
 
 
 def write_folder(

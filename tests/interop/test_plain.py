@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_named():
     state["head.weight"] = state["head.weight"][:5]
     with pytest.raises(ValueError) as error:
         load_plain_state_dict(model, state)
-    for part in ("norm.scale is missing", "extra is not in this model", "head.weight is (5, 32)"):
+    for part in ("missing: norm.scale", "unknown: extra", "head.weight is (5, 32)"):
         assert part in str(error.value)
     assert all(map(torch.equal, model.parameters(), before))
     with pytest.raises(ValueError, match=r"there is no layers\.0\.attn\.lambda_q1"):

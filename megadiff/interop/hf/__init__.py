@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     )
     from megadiff.interop.hf.replace import replace_attention_layers
 
-_NEED_TRANSFORMERS = {
-    "LlamaDiffAttention": "modeling_megadiff",
-    "MegadiffConfig": "modeling_megadiff",
-    "MegadiffForCausalLM": "modeling_megadiff",
-    "replace_attention_layers": "replace",
-}
-
 __all__ = [
     "LlamaDiffAttention",
     "MegadiffConfig",
@@ -33,12 +26,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs transformers when it is asked for."""
-    if name not in _NEED_TRANSFORMERS:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "replace" if name == "replace_attention_layers" else "modeling_megadiff"
     try:
-        module = importlib.import_module(f"{__name__}.{_NEED_TRANSFORMERS[name]}")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("transformers"):
             raise
         raise ImportError(f"{name} needs transformers 5: pip install 'megadiff[hf]'") from error
-    return getattr(module, name)

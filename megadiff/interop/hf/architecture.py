@@ -23,21 +23,13 @@ CLASSES: dict[Architecture, str] = {
 }
 MODELING_FILES = ("modeling_megadiff.py", "modeling_megadiff_delta.py")
 _DIFF_OPTIONS = (
-    "diff_value_width",
-    "diff_head_norm",
-    "diff_lambda_per_head",
-    "diff_lambda_init",
+    "diff_value_width", "diff_head_norm", "diff_lambda_per_head", "diff_lambda_init",
     "diff_lambda_std",
-)
+)  # fmt: skip
 _DELTA_OPTIONS = (
-    "delta_use_gate",
-    "delta_use_beta",
-    "delta_allow_neg_eigval",
-    "delta_conv_size",
-    "delta_conv_bias",
-    "delta_qk_activation",
-    "delta_qk_norm",
-)
+    "delta_use_gate", "delta_use_beta", "delta_allow_neg_eigval", "delta_conv_size",
+    "delta_conv_bias", "delta_qk_activation", "delta_qk_norm",
+)  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,

@@ -68,7 +68,7 @@ def export_checkpoint(
     with _whole_folder(output) as folder:
         ids, note = write_tokenizer(folder, config.data, m.vocab_size)
         report.notes.append(note)
-        theirs |= {"eos_token_id": ids.eos, "bos_token_id": ids.bos, "pad_token_id": ids.pad}
+        theirs |= ids
         _write_json(folder / "config.json", theirs)
         generation = {k: theirs[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", generation)

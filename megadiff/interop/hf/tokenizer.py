@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,15 @@ _PROBES = (
 )
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids for config.json; None where there is no such token."""
-
-    eos: int | None = None
-    bos: int | None = None
-    pad: int | None = None
-
-
 def write_tokenizer(
     folder: Path, data: DataConfig, vocab_size: int | None
-) -> tuple[SpecialTokens, str]:
+) -> tuple[dict[str, int | None], str]:
     """Write the tokenizer of `data` into `folder` as Hugging Face reads it.
 
-    Returns its special tokens and what was done, in words: a tokenizer whose files are gone or that
-    has no form there which gives the same ids (tiktoken ranks, plain ids) is left out. Unlike ours,
-    Hugging Face's tokenizers take the names of special tokens in a text for the tokens.
+    Returns its special tokens for config.json and what was done, in words: a tokenizer whose files
+    are gone or that has no form there which gives the same ids (tiktoken ranks, plain ids) is left
+    out. Unlike ours, Hugging Face's tokenizers take the names of special tokens in a text for the
+    tokens.
     """
     kind = data.tokenizer_type
     try:
@@ -45,8 +36,10 @@ def write_tokenizer(
             kind, data.tokenizer_model, data.vocab_file, data.merge_file, vocab_size
         ).build()
     except DataError as error:
-        return SpecialTokens(), f"no tokenizer files ({error})"
-    tokens = SpecialTokens(tokenizer.eod, tokenizer.bos, tokenizer.pad)
+        return {}, f"no tokenizer files ({error})"
+    tokens = {
+        "bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad
+    }  # fmt: skip
     if kind == "HuggingFaceTokenizer":
         assert data.tokenizer_model is not None
         copy_tokenizer(Path(data.tokenizer_model), folder)
