@@ -50,8 +50,8 @@ class IndexedDataset:
 
     Attributes: `dtype`; `lengths` int32 `[N]` in tokens; `pointers` int64 `[N]` in bytes;
     `documents` int64 `[D]`, where document d is sequences `[documents[d], documents[d + 1])`;
-    `modes` int8 `[N]` or None; `bin`, the bytes of the tokens. The index is memory-mapped; the
-    tokens too, unless `mmap` is False, which reads them where asked and costs no address space.
+    `bin`, the bytes of the tokens. The index is memory-mapped; the tokens too, unless `mmap` is
+    False, which reads them where asked and costs no address space.
 
     A `prefix` with a protocol (`s3://bucket/corpus`) is read through fsspec: its index whole, its
     tokens in blocks, both kept in `cache_path` (default: `~/.cache/megadiff`).
@@ -101,9 +101,6 @@ class IndexedDataset:
         self.lengths = np.frombuffer(raw, dtype="<i4", count=count, offset=start)
         self.pointers = np.frombuffer(raw, dtype="<i8", count=count, offset=start + 4 * count)
         self.documents = np.frombuffer(raw, dtype="<i8", count=bookends, offset=start + 12 * count)
-        self.modes = None
-        if size > plain and count:
-            self.modes = np.frombuffer(raw, dtype=np.int8, count=count, offset=plain)
         if count and int(self.lengths.min()) < 0:
             raise DataError(f"{name}: a sequence of negative length: the file is damaged")
         if bookends < 1 or int(self.documents[-1]) != count:
@@ -194,16 +191,10 @@ class IndexedDatasetBuilder:
     def end_document(self) -> None:
         self._documents.append(len(self._lengths))
 
-    def add_document(
-        self, tokens: np.ndarray | Sequence[int], lengths: Sequence[int] | None = None
-    ) -> None:
-        """One whole document, of sequences of `lengths` (default: one sequence, none if empty)."""
-        values = np.asarray(tokens)
-        begin = 0
-        for length in [len(values)] if lengths is None else lengths:
-            if length:
-                self.add_sequence(values[begin : begin + length])
-            begin += length
+    def add_document(self, tokens: np.ndarray | Sequence[int]) -> None:
+        """One whole document of one sequence, or of none if it is empty."""
+        if len(tokens):
+            self.add_sequence(tokens)
         self.end_document()
 
     def add_dataset(self, other: IndexedDataset) -> None:

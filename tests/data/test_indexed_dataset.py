@@ -69,7 +69,9 @@ def test_appending_datasets_is_writing_their_documents(tmp_path: Path) -> None:
 
 def test_sequences_of_one_document(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "d"), np.int32) as builder:
-        builder.add_document([1, 2, 3, 4, 5], lengths=[2, 0, 3])
+        builder.add_sequence([1, 2])
+        builder.add_sequence([3, 4, 5])
+        builder.end_document()
     dataset = IndexedDataset(str(tmp_path / "d"))
     assert [s.tolist() for s in dataset] == [[1, 2], [3, 4, 5]]  # type: ignore[attr-defined]
     assert dataset.document(0).tolist() == [1, 2, 3, 4, 5]
