@@ -21,6 +21,7 @@ from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load, read_metadata
 from megadiff.config import Config, ConfigError, ParallelConfig
+from megadiff.config.validate_split import validate_split
 from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 from megadiff.models.decoder import Decoder
 from megadiff.models.generation import Sampling, generate
@@ -91,6 +92,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Config, Environment, Deco
         raise CheckpointError(f"--load {arguments.load}: there is no checkpoint")
     config = saved_config(path, read_metadata(path))
     config.parallel = ParallelConfig(tensor_model_parallel_size=world_size())
+    validate_split(config, world_size())
     config.training.device = arguments.device
     if arguments.dtype is not None:
         for name in ("bf16", "fp16", "fp64"):

@@ -148,9 +148,7 @@ def _text_blocks(path: str, kind: Kind, position: Position, end: bytes | None) -
     with _open(path) as file:
         for data in _cut(_content(file, path, offset), end):
             offset += len(data)
-            count = data.count(end) if end else 0
-            if not end or not data.endswith(end):
-                count += 1
+            count = data.count(end) + (not data.endswith(end)) if end else 1
             after = Position(position.file, offset, line + count)
             yield Block(kind, path, line, data, after, 0 if path == "-" else file.tell())
             line += count

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megadiff.data.errors import DataError
 from megadiff.data.gpt_dataset import Sample
 
 
@@ -156,7 +157,7 @@ class BatchLoader:
         self.pin_memory = pin_memory
         self.check = check
         if self.rules.eod_mask_loss and self.rules.eod is None:
-            raise ValueError("--eod-mask-loss needs a tokenizer with an end-of-document token")
+            raise DataError("--eod-mask-loss needs a tokenizer with an end-of-document token")
         self._threads = None
         if num_workers:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="batches")

@@ -144,10 +144,6 @@ class DeltaNet(Mixer):
     ) -> None:
         super().__init__()
         heads, hidden = config.delta_heads, config.hidden_size
-        if heads % mesh.tp.size:
-            raise ValueError(
-                f"{name}: {heads} heads can not be split over {mesh.tp.size} tensor-parallel ranks"
-            )
         self.config, self.tp = config, mesh.tp
         self.heads = heads // mesh.tp.size
         keys, values = (heads * width for width in config.delta_widths)

@@ -70,8 +70,6 @@ class Batches(BatchLoader):
     ) -> None:
         assert config.model.vocab_size is not None
         d = config.data
-        if d.eod_mask_loss and eod is None:
-            raise ConfigError("--eod-mask-loss needs a tokenizer with an end-of-document token")
         self.name, self.vocab_size = name, config.model.vocab_size
         self.seq_length = config.training.seq_length
         super().__init__(

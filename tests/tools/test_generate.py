@@ -101,6 +101,14 @@ def test_a_step_that_is_not_there_is_refused(saved: str) -> None:
         generate.main(arguments(saved, "--ckpt-step", "99"))
 
 
+def test_a_split_that_the_model_has_not_is_refused(
+    saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="is not a multiple of --tensor-model-parallel-size 3"):
+        generate.main(arguments(saved))
+
+
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         generate.main(arguments(str(tmp_path)))
