@@ -80,6 +80,12 @@ def read_checkpoint(
     return config, {name: tensors[name] for name in global_shapes(m)}  # in the model's order
 
 
+def need_no_checkpoint(root: Path) -> None:
+    """Raise InteropError when `root` holds a checkpoint."""
+    if layout.list_steps(root):
+        raise InteropError(f"{root} holds a checkpoint already; give an empty or a new folder")
+
+
 def write_checkpoint(
     root: str | Path,
     config: Config,
@@ -95,8 +101,7 @@ def write_checkpoint(
     model; CheckpointError when it can not be written.
     """
     root = Path(root)
-    if layout.list_steps(root):
-        raise InteropError(f"{root} holds a checkpoint already; give an empty or a new folder")
+    need_no_checkpoint(root)
     check_against(config.model, tensors, "the converted model")
 
     def make(tensor: Deferred) -> Tensor:

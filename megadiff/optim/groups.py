@@ -1,7 +1,6 @@
 """Which rule updates a section, whether it decays, and how fast it learns: said here alone."""
 
 import math
-from collections.abc import Iterable
 
 from torch import nn
 
@@ -23,13 +22,12 @@ def group_rule(group: Group, config: OptimizerConfig) -> tuple[bool, float]:
     return decays, config.lambda_lr_multiplier if group == "lambda" else 1.0
 
 
-def describe_groups(modules: Iterable[nn.Module], config: OptimizerConfig) -> list[str]:
-    """A line for each group of the parameters of `modules`: who decays, who learns how fast."""
+def describe_groups(module: nn.Module, config: OptimizerConfig) -> list[str]:
+    """A line for each group of the parameters of `module`: who decays, who learns how fast."""
     tensors: dict[tuple[str, Group], dict[str, int]] = {}
-    for module in modules:
-        for _, section in named_sections(module):
-            members = tensors.setdefault((update_rule(section, config), section.group), {})
-            members[section.name] = math.prod(section.shape)
+    for _, section in named_sections(module):
+        members = tensors.setdefault((update_rule(section, config), section.group), {})
+        members[section.name] = math.prod(section.shape)
     lines = []
     for (rule, group), members in sorted(tensors.items()):
         decays, multiplier = group_rule(group, config)

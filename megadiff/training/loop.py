@@ -120,7 +120,7 @@ def step(run: Run, progress: Progress, interval: metrics.Interval) -> str | None
     else:
         with run.own_time.data():
             batches = run.data.train.step(first, size)
-        agreement = agree(unmasked(batches), run.requests, run.env.control, copies(run.env))
+        agreement = agree(unmasked(batches), run.requests, run.env)
         if agreement.stop is not None:
             return agreement.stop
         rate = learning_rate(run.schedule, first)
@@ -173,7 +173,7 @@ def explain(run: Run) -> NotFiniteError:
     """Run the first bad step again (the later ones changed nothing) to see where it breaks."""
     bad = run.watch.bad
     batches = run.data.train.step(bad[0].first_sample, bad[0].batch_size)
-    tokens = agree(unmasked(batches), run.requests, run.env.control, copies(run.env)).tokens
+    tokens = agree(unmasked(batches), run.requests, run.env).tokens
     with watch_modules(run.engine.model.chunks, run.env.mesh) as origins:
         run.engine.forward_backward(batches, max(tokens, 1))
     origin = first_origin(origins, run.env)
@@ -183,11 +183,6 @@ def explain(run: Run) -> NotFiniteError:
 def unmasked(batches: list[MicroBatch]) -> int:
     """Tokens of these micro-batches that count in the loss."""
     return int(sum(float(batch.loss_mask.sum(dtype=torch.float64)) for batch in batches))
-
-
-def copies(env: Environment) -> int:
-    """Ranks that read the same samples as this one, itself included."""
-    return env.mesh.world_size // env.mesh.dp.size
 
 
 def _log_interval(
@@ -232,7 +227,7 @@ def evaluate(run: Run, progress: Progress, name: str, batches: Batches, samples:
     assert size is not None
     total, tokens = torch.zeros((), dtype=torch.float64, device=run.env.device), 0
     for step in batches.once(samples, size):
-        agreement = agree(unmasked(step), run.requests, run.env.control, copies(run.env))
+        agreement = agree(unmasked(step), run.requests, run.env)
         if agreement.stop is not None:
             run.log.line(f" {name} at iteration {progress.iteration} stopped early")
             return

@@ -68,7 +68,7 @@ def pretrain(config: Config) -> str:
             progress, schedule = resume(saved, config, schedule, data, engine, env, log)
         describe(size, memory, data, env, log)
         for line in [
-            *describe_groups([whole_model(config.model, t.seq_length)], config.optimizer),
+            *describe_groups(whole_model(config.model, t.seq_length), config.optimizer),
             *filter(None, engine.notes),
         ]:
             log.line(f" {line}")

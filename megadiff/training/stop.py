@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megadiff.config import TrainingConfig
+from megadiff.training.setup import Environment
 
 _SECOND_SIGNAL = 3.0  # seconds: torchrun repeats a terminal's signal at once, a person later
 
@@ -63,16 +64,14 @@ class Agreement:
     stop: str | None  # why to stop now, the same on every rank
 
 
-def agree(
-    tokens: int, requests: StopRequests, group: dist.ProcessGroup | None, copies: int
-) -> Agreement:
+def agree(tokens: int, requests: StopRequests, env: Environment) -> Agreement:
     """The unmasked tokens of the global batch, and whether to stop; one message between hosts.
 
-    `tokens` are this rank's; each is seen by `copies` ranks (tensor, pipeline and context).
+    `tokens` are this rank's, and also those of the ranks that read the same samples.
     """
     seen = torch.tensor([tokens, requests.signal is not None, requests.expired], dtype=torch.int64)
-    if group is not None:
-        dist.all_reduce(seen, group=group)
+    if env.control is not None:
+        dist.all_reduce(seen, group=env.control)
     total, signalled, expired = seen.tolist()
     stop = "signal" if signalled else "exit duration" if expired else None
-    return Agreement(total // copies, stop)
+    return Agreement(total // (env.mesh.world_size // env.mesh.dp.size), stop)

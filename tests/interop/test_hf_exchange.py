@@ -197,8 +197,12 @@ def test_nothing_is_overwritten(tmp_path):
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf")
     with pytest.raises(InteropError, match="exists already"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf")
+    for folder, text in (("hf", "another's"), ("checkpoint/tokenizer", "its own")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "tokenizer.json").write_text(text)
     with pytest.raises(InteropError, match="holds a checkpoint already"):
         import_folder(tmp_path / "hf", tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint/tokenizer/tokenizer.json").read_text() == "its own"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ MODEL = ModelConfig(
 
 def test_norms_and_lambda_do_not_decay() -> None:
     model = Decoder(MODEL, device="meta")
-    assert describe_groups([model], OptimizerConfig(lambda_lr_multiplier=0.5)) == [
+    assert describe_groups(model, OptimizerConfig(lambda_lr_multiplier=0.5)) == [
         "embedding: 1 tensors, 160 parameters, adam, weight decay",
         "lambda: 8 tensors, 32 parameters, adam, no decay, learning rate x 0.5",
         "matrix: 14 tensors, 4,352 parameters, adam, weight decay",
@@ -24,6 +24,6 @@ def test_norms_and_lambda_do_not_decay() -> None:
 
 
 def test_muon_takes_the_matrices_alone() -> None:
-    lines = describe_groups([Decoder(MODEL, device="meta")], OptimizerConfig(optimizer="muon"))
+    lines = describe_groups(Decoder(MODEL, device="meta"), OptimizerConfig(optimizer="muon"))
     assert ["adam" in line for line in lines] == [True, True, True, False]
     assert lines[3] == "matrix: 14 tensors, 4,352 parameters, muon, weight decay"

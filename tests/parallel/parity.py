@@ -318,7 +318,7 @@ def run_cell(cell: Cell, fault: str | None = None) -> Outcome:
     requests = StopRequests(exit_duration=None)
 
     def tokens(batches: list[MicroBatch]) -> int:
-        return agree(loop.unmasked(batches), requests, env.control, loop.copies(env)).tokens
+        return agree(loop.unmasked(batches), requests, env).tokens
 
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):

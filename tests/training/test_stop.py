@@ -5,9 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megadiff.checkpoint.directory import read_tracker
 from megadiff.config import TrainingConfig
+from megadiff.parallel.mesh import ParallelMesh, build_mesh
+from megadiff.training.setup import Environment
 from megadiff.training.stop import StopRequests, agree
 from tests.distributed import run_distributed
 from tests.training.small import flags, losses, train, write_data
@@ -16,20 +20,20 @@ from tests.training.small import flags, losses, train, write_data
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_a_request_and_handlers_are_put_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
+    env = Environment(ParallelMesh(), torch.device("cpu"), torch.float32, None)
     with StopRequests.install(TrainingConfig()) as requests:
-        assert agree(10, requests, None, 1).stop is None
+        assert agree(10, requests, env).stop is None
         os.kill(os.getpid(), number)
-        assert agree(10, requests, None, 1).stop == "signal"
+        assert agree(10, requests, env).stop == "signal"
     assert signal.getsignal(number) == before
 
 
 def _agree(signalled_rank: int) -> tuple[int, str | None]:
-    import torch.distributed as dist
-
+    env = Environment(build_mesh(), torch.device("cpu"), torch.float32, dist.group.WORLD)
     with StopRequests.install(TrainingConfig()) as requests:
         if dist.get_rank() == signalled_rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        agreement = agree(10 + dist.get_rank(), requests, dist.group.WORLD, copies=1)
+        agreement = agree(10 + dist.get_rank(), requests, env)
     return agreement.tokens, agreement.stop
 
 

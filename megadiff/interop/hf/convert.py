@@ -11,7 +11,12 @@ import torch
 
 from megadiff.config import Config, ConfigError
 from megadiff.config.validate_model import validate_model
-from megadiff.interop.checkpoint import check_against, read_checkpoint, write_checkpoint
+from megadiff.interop.checkpoint import (
+    check_against,
+    need_no_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from megadiff.interop.hf.architecture import (
     CLASSES,
     MODELING_FILES,
@@ -96,6 +101,7 @@ def import_folder(
     Raises InteropError for what can not be represented and when `root` holds a checkpoint.
     """
     folder, root = Path(folder), Path(root)
+    need_no_checkpoint(root)  # now: it may have a tokenizer of its own
     source = folder / "config.json"
     try:
         values = json.loads(source.read_text(encoding="utf-8"))
