@@ -86,7 +86,15 @@ def build_mesh(
     grid = np.arange(world).reshape(pipeline, -1, context, tensor)
 
     def axis(dims: Sequence[int], ranks: np.ndarray = grid) -> Axis:
-        return _axis(ranks, dims, rank, timeout)
+        """The group of all ranks whose coordinates differ from this rank's only along `dims`."""
+        found, size = Axis(), math.prod(ranks.shape[d] for d in dims)
+        if size == 1:
+            return found
+        for members in np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size).tolist():
+            group = dist.new_group(members, timeout=timeout)  # every rank makes every group
+            if rank in members:
+                found = Axis(group, members.index(rank), size)  # type: ignore[arg-type]
+        return found
 
     pp, dp, cp, tp = (axis([dim]) for dim in range(4))
     if tp_message_bytes and tp.group is not None:
@@ -114,19 +122,6 @@ def build_mesh(
             mesh_dim_names=("pp", "dp", "cp", "tp"),
         ),
     )
-
-
-def _axis(ranks: np.ndarray, dims: Sequence[int], rank: int, timeout: timedelta) -> Axis:
-    """The group of all ranks whose coordinates differ from this rank's only along `dims`."""
-    size = math.prod(ranks.shape[d] for d in dims)
-    found = Axis()
-    if size == 1:
-        return found
-    for members in np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size).tolist():
-        group = dist.new_group(members, timeout=timeout)  # every rank makes every group
-        if rank in members:
-            found = Axis(group, members.index(rank), size)  # type: ignore[arg-type]
-    return found
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None) -> list[T]:

@@ -141,6 +141,12 @@ def initialize(module: nn.Module, seed: int) -> None:
                     view.copy_(_global_slice(section, record.dim, seed, pool))
 
 
+def generator_of(key: str) -> torch.Generator:
+    """A generator whose numbers depend on `key` only."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+    return torch.Generator().manual_seed(seed)
+
+
 def _global_slice(section: Section, dim: int, seed: int, pool: Executor) -> torch.Tensor:
     """Rows `[offset, offset + length)` along `dim` of the section's global initial values, float32.
 
@@ -155,8 +161,7 @@ def _global_slice(section: Section, dim: int, seed: int, pool: Executor) -> torc
     def draw(block: int) -> torch.Tensor:
         begin = block * rows_per_block
         end = min(begin + rows_per_block, shape[0])
-        key = hashlib.sha256(f"{seed}/{section.name}/{block}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        generator = generator_of(f"{seed}/{section.name}/{block}")
         values = torch.empty((end - begin, *shape[1:]), dtype=torch.float32)
         if section.init.uniform:
             bound = section.init.std * math.sqrt(3)

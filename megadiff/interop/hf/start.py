@@ -13,7 +13,6 @@ scale of each head's output, so with it nothing is exact; nor is it with split h
 see half of each query and key.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, get_args
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from megadiff.config import ModelConfig
 from megadiff.interop.tensors import Deferred, InteropError, deferred
+from megadiff.parallel.parameter import generator_of
 
 Variant = Literal["v1_split", "v1_doubled", "v2"]
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -92,44 +92,54 @@ def differential_start(
     `m` is from `differential_config`. What is drawn depends on `seed` and the tensor's name only.
     """
     result = dict(tensors)
-    width, hidden, heads = m.head_width(m.mixer_of_layer(0)), m.hidden_size, m.num_attention_heads
     for layer in range(m.num_layers):
-        prefix = f"model.layers.{layer}.self_attn."
-        query, output = tensors[f"{prefix}q_proj.weight"], tensors[f"{prefix}o_proj.weight"]
-        dtype = query.dtype
+        result |= _attention(tensors, f"model.layers.{layer}.self_attn.", m, variant, exact, seed)
+    return result
 
-        def drawn(
-            name: str, shape: tuple[int, ...], std: float, dtype=dtype, prefix=prefix
-        ) -> Deferred:
-            return Deferred(
-                shape, dtype, lambda: _normal(seed, prefix + name, shape, std).to(dtype)
-            )
 
-        def doubled(which: str, prefix=prefix, drawn=drawn) -> Deferred:
-            first = tensors[f"{prefix}{which}_proj.weight"]
-            second = first if exact else drawn(f"{which}_proj.2", first.shape, m.init_method_std)
-            return _pairs(first, second, width)
+def _attention(
+    tensors: Mapping[str, Deferred],
+    prefix: str,
+    m: ModelConfig,
+    variant: Variant,
+    exact: bool,
+    seed: int,
+) -> dict[str, Deferred]:
+    """What is new or another in the attention whose names begin with `prefix`."""
+    width, heads = m.head_width(m.token_mixer), m.num_attention_heads
+    query, output = tensors[f"{prefix}q_proj.weight"], tensors[f"{prefix}o_proj.weight"]
 
-        if variant != "v1_split":
-            result[f"{prefix}q_proj.weight"] = doubled("q")
-        if variant == "v1_doubled":
-            result[f"{prefix}k_proj.weight"] = doubled("k")
-        if variant == "v2":
-            std = 0.0 if exact else m.init_method_std
-            name = "lambda_proj.weight"
-            result[prefix + name] = drawn(name, (heads, hidden), std)
-            if exact:
-                result[f"{prefix}o_proj.weight"] = Deferred(
-                    output.shape, output.dtype, lambda output=output: 2 * output.make()
-                )
-            continue
+    def drawn(name: str, shape: tuple[int, ...], std: float) -> Deferred:
+        def make() -> Tensor:
+            values = torch.randn(shape, generator=generator_of(f"{seed}/{prefix}{name}"))
+            return (std * values).to(query.dtype)
+
+        return Deferred(shape, query.dtype, make)
+
+    def doubled(which: str) -> Deferred:
+        first = tensors[f"{prefix}{which}_proj.weight"]
+        second = first if exact else drawn(f"{which}_proj.2", first.shape, m.init_method_std)
+        return _pairs(first, second, width)
+
+    new: dict[str, Deferred] = {}
+    if variant != "v1_split":
+        new["q_proj.weight"] = doubled("q")
+    if variant == "v1_doubled":
+        new["k_proj.weight"] = doubled("k")
+    if variant == "v2":
+        std, name = 0.0 if exact else m.init_method_std, "lambda_proj.weight"
+        new[name] = drawn(name, (heads, m.hidden_size), std)
+        if exact:
+            twice = Deferred(output.shape, output.dtype, lambda: 2 * output.make())
+            new["o_proj.weight"] = twice
+    else:
         for name in VECTORS:
             same = name.replace("2", "1") if exact else name
-            result[prefix + name] = drawn(same, (width,), m.diff_lambda_std)
+            new[name] = drawn(same, (width,), m.diff_lambda_std)
         if m.diff_head_norm == "weight":
             value_width = width * (2 if m.diff_value_width == "2d" else 1)
-            result[f"{prefix}subln.weight"] = deferred(torch.ones(value_width, dtype=dtype))
-    return result
+            new["subln.weight"] = deferred(torch.ones(value_width, dtype=query.dtype))
+    return {prefix + name: tensor for name, tensor in new.items()}
 
 
 def _pairs(first: Deferred, second: Deferred, width: int) -> Deferred:
@@ -140,9 +150,3 @@ def _pairs(first: Deferred, second: Deferred, width: int) -> Deferred:
         return torch.stack(heads, 1).flatten(0, 2)
 
     return Deferred((2 * first.shape[0], *first.shape[1:]), first.dtype, make)
-
-
-def _normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
-    return std * torch.randn(shape, generator=generator)
