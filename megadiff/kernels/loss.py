@@ -98,27 +98,3 @@ def cross_entropy_grad(
         is_label = torch.arange(real, device=p.device) == row_label[rows, None] - vocab_start
         grad[rows, :real] = (p - is_label.to(p.dtype)) * row_grad[rows, None]
     return grad.view(logits.shape)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
-        maximum, total, target = cross_entropy_partials(logits, labels, 0, vocab_size)
-        ctx.save_for_backward(logits, labels, maximum, total)
-        ctx.vocab_size = vocab_size
-        return total.log() + maximum - target
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        logits, labels, maximum, total = ctx.saved_tensors
-        grad = cross_entropy_grad(logits, labels, maximum, total, grad_output, 0, ctx.vocab_size)
-        return grad, None, None
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int | None = None) -> Tensor:
-    """-log softmax(logits)[label] per token, in at least float32, not averaged.
-
-    logits `[..., columns]`, labels `[...]`; columns from `vocab_size` on are padding. Tokens to be
-    ignored are given weight 0 by the caller.
-    """
-    return _CrossEntropy.apply(logits, labels, vocab_size)

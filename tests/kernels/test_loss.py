@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megadiff.kernels import cross_entropy, cross_entropy_grad, cross_entropy_partials
+from megadiff.kernels import cross_entropy_grad, cross_entropy_partials
+from megadiff.parallel.loss import vocab_parallel_cross_entropy
+from megadiff.parallel.mesh import Axis
 
 
 @pytest.fixture(autouse=True)
@@ -14,10 +16,15 @@ def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megadiff.kernels.loss.CHUNK", 64)
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """As one rank computes it, of a copy, over which the gradient is written."""
+    return vocab_parallel_cross_entropy(logits.clone(), labels, vocab_size, Axis())
+
+
 def test_equals_torch_with_a_padded_vocabulary() -> None:
     logits = (30 * torch.randn(2, 7, 16, dtype=torch.float64)).requires_grad_()
     labels = torch.randint(0, 13, (2, 7))
-    loss = cross_entropy(logits, labels, vocab_size=13)
+    loss = cross_entropy(logits, labels, 13)
     expected = F.cross_entropy(logits[..., :13].transpose(1, 2), labels, reduction="none")
     torch.testing.assert_close(loss, expected)
     weight = torch.rand(2, 7, dtype=torch.float64)
@@ -49,7 +56,7 @@ def test_ignored_labels_and_half_precision() -> None:
     logits = torch.randn(5, 12).bfloat16().requires_grad_()
     labels = torch.tensor([3, -100, 0, 11, -100])
     kept = labels >= 0
-    loss = cross_entropy(logits, labels)
+    loss = cross_entropy(logits, labels, 12)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(
         loss[kept], F.cross_entropy(logits.float(), labels, reduction="none")[kept]
@@ -83,5 +90,5 @@ class _Largest(TorchDispatchMode):
 def test_the_logits_are_never_whole_in_float32() -> None:
     logits = torch.randn(40, 32).bfloat16().requires_grad_()
     with _Largest() as largest:
-        cross_entropy(logits, torch.arange(32).repeat(2)[:40]).sum().backward()
+        cross_entropy(logits, torch.arange(32).repeat(2)[:40], 32).sum().backward()
     assert logits.grad is not None and 0 < largest.elements <= 64  # a chunk
