@@ -39,6 +39,9 @@ from tools.generate import (
 )
 from tools.plot_metrics import plot_lambdas, read_metrics
 
+Drawn = tuple[Any, dict[str, Any]]
+"""A figure, and the values in it for the JSON file."""
+
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -86,7 +89,7 @@ def main(words: list[str]) -> None:
     print(f"wrote {output.with_suffix('.png')} and {output.with_suffix('.json')}")
 
 
-def draw_lambda(path: Path) -> tuple[Any, dict[str, Any]]:
+def draw_lambda(path: Path) -> Drawn:
     entries = [e for e in read_metrics(path).get("train", []) if e.get("lambda")]
     if not entries:
         raise ConfigError(f"{path}: no lambda in it; the model has no differential layers")
@@ -97,9 +100,7 @@ def draw_lambda(path: Path) -> tuple[Any, dict[str, Any]]:
     return figure, {"iterations": [e["iteration"] for e in entries], "lambda": by_layer}
 
 
-def draw_maps(
-    arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer
-) -> tuple[Any, dict[str, Any]]:
+def draw_maps(arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> Drawn:
     tokens = list(tokenizer.encode(arguments.prompt))
     layer = arguments.layer % model.config.num_layers
     if not -model.config.num_layers <= arguments.layer < model.config.num_layers:
@@ -161,28 +162,26 @@ def marked(prompt: str, tokenizer: Tokenizer) -> tuple[list[int], range]:
     return [*parts[0], *parts[1], *parts[2]], range(begin, begin + len(parts[1]))
 
 
-def draw_spans(
-    arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer
-) -> tuple[Any, dict[str, Any]]:
+def draw_spans(arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> Drawn:
     prompts = arguments.prompt + read_prompts(arguments.prompt_file)
     if not prompts:
         raise ConfigError("no prompts: give --prompt or --prompt-file")
-    sums: dict[int, list[float]] = {}
+    table: dict[int, dict[str, float]] = {}  # by layer
     for prompt in prompts:
         tokens, span = marked(prompt, tokenizer)
         for layer, maps in seen_maps(model, tokens).items():
-            total = sums.setdefault(layer, [0.0, 0.0])
-            for place, share in enumerate(span_attention(maps, span)):
-                total[place] += share / len(prompts)
-    if not sums:
+            row = table.setdefault(layer, {"span": 0.0, "rest": 0.0})
+            for key, share in zip(row, span_attention(maps, span), strict=True):
+                row[key] += share / len(prompts)
+    if not table:
         raise ConfigError("the model has no layers with attention")
-    layers = list(sums)
-    table = {layer: {"span": sums[layer][0], "rest": sums[layer][1]} for layer in layers}
-    mean = {key: sum(row[key] for row in table.values()) / len(layers) for key in ("span", "rest")}
+    mean, places = {}, range(len(table))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.bar([x - 0.2 for x in range(len(layers))], [sums[n][0] for n in layers], 0.4, label="span")
-    axes.bar([x + 0.2 for x in range(len(layers))], [sums[n][1] for n in layers], 0.4, label="rest")
-    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+    for key, shift in (("span", -0.2), ("rest", 0.2)):
+        shares = [row[key] for row in table.values()]
+        mean[key] = sum(shares) / len(shares)
+        axes.bar([x + shift for x in places], shares, 0.4, label=key)
+    axes.set_xticks(places, [str(layer) for layer in table])
     axes.set(xlabel="layer", ylabel="attention of the last token", title="attention to the span")
     axes.legend()
     print(f"attention of the last token, mean over layers: span {mean['span']:.3f}, "
@@ -190,9 +189,7 @@ def draw_spans(
     return figure, {"prompts": len(prompts), "layers": table, "mean": mean}
 
 
-def draw_outliers(
-    arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer
-) -> tuple[Any, dict[str, Any]]:
+def draw_outliers(arguments: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> Drawn:
     ids = list(tokenizer.encode(read_text("--text-file", arguments.text_file)))
     length = arguments.seq_length
     sequences = [ids[at : at + length] for at in range(0, len(ids), length)][: arguments.sequences]
