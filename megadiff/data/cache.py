@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,20 +44,14 @@ def load_or_make(
     text = json.dumps(key, sort_keys=True, indent=1)
     entry = Path(folder) / f"{key['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     lock = entry.with_name(entry.name + ".lock")
-    watch = _Watch()
-    told = time.monotonic()
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         while not entry.is_dir():
-            with _locked(lock, watch) as ours:
+            with _locked(lock) as ours:
                 if ours and not entry.is_dir():
                     _store(entry, text, make())
-            if ours:
-                continue
-            time.sleep(0.2)
-            if time.monotonic() - told > 30.0:
-                print(f"waiting for another process to build {entry}", file=sys.stderr, flush=True)
-                told = time.monotonic()
+            if not ours:
+                _wait(entry, lock)
         return {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
     except OSError as error:
         raise DataError(
@@ -86,12 +79,11 @@ def _store(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None
 
 
 @contextmanager
-def _locked(path: Path, watch: "_Watch") -> Iterator[bool]:
+def _locked(path: Path) -> Iterator[bool]:
     """Whether this process holds the lock file; it touches the file for as long as it does."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
-        watch.look(path)
         yield False
         return
     done = threading.Event()
@@ -111,22 +103,22 @@ def _locked(path: Path, watch: "_Watch") -> Iterator[bool]:
         path.unlink(missing_ok=True)
 
 
-@dataclass
-class _Watch:
-    """Removes a lock whose time stamp stood still for long; clocks of hosts are not compared."""
-
-    stamp: float | None = None
-    since: float = 0.0
-
-    def look(self, path: Path) -> None:
+def _wait(entry: Path, lock: Path) -> None:
+    """Until `entry` is there or its lock is gone. A lock whose time stamp stands still for long is
+    removed; clocks of hosts are not compared."""
+    stamp, since, told = -1.0, 0.0, time.monotonic()
+    while not entry.is_dir():
         try:
-            stamp = path.stat().st_mtime
+            found = lock.stat().st_mtime
         except FileNotFoundError:
             return
         now = time.monotonic()
-        if stamp != self.stamp:
-            self.stamp, self.since = stamp, now
-        elif now - self.since > STALE:
-            print(f"removing {path}: its process gave no sign of life", file=sys.stderr, flush=True)
-            path.unlink(missing_ok=True)
-            self.stamp = None
+        if found != stamp:
+            stamp, since = found, now
+        elif now - since > STALE:
+            print(f"removing {lock}: its process gave no sign of life", file=sys.stderr, flush=True)
+            lock.unlink(missing_ok=True)
+        if now - told > 30.0:
+            print(f"waiting for another process to build {entry}", file=sys.stderr, flush=True)
+            told = now
+        time.sleep(0.2)
