@@ -14,33 +14,24 @@ class Progress:
     """
 
     def __init__(self, total: int, log_interval: int) -> None:
-        self._total = total
-        self._interval = log_interval
+        self._total, self._interval = total, log_interval
         self._terminal = sys.stderr.isatty()
-        self._began = time.monotonic()
-        self._shown = 0.0
-        self._next = log_interval
-        self._first: tuple[int, int, int, int] | None = None
+        self._shown, self._next = 0.0, 0
+        self._first: tuple[float, ...] | None = None
 
     def update(self, read: int, totals: Totals) -> None:
         """After `read` bytes of the input files."""
-        documents, text_bytes, tokens = totals.documents, totals.text_bytes, totals.tokens
-        now = time.monotonic()
+        documents = totals.documents
+        now = (time.monotonic(), read, documents, totals.text_bytes, totals.tokens)
         if self._first is None:  # what an interrupted run had done does not count as speed
-            self._first = (read, documents, text_bytes, tokens)
-            self._began = now
-            self._next = documents + self._interval
+            self._first, self._next = now, documents + self._interval
             return
-        due = now - self._shown >= 0.2 if self._terminal else documents >= self._next
+        due = now[0] - self._shown >= 0.2 if self._terminal else documents >= self._next
         if not due:
             return
-        self._shown = now
-        self._next = documents + self._interval
-        seconds = max(now - self._began, 1e-9)
-        read_rate, document_rate, byte_rate, token_rate = (
-            (value - first) / seconds
-            for value, first in zip((read, documents, text_bytes, tokens), self._first, strict=True)
-        )
+        self._shown, self._next = now[0], documents + self._interval
+        seconds, *gained = (value - first for value, first in zip(now, self._first, strict=True))
+        read_rate, document_rate, byte_rate, token_rate = (x / max(seconds, 1e-9) for x in gained)
         line = (
             f"processed {documents} documents ({document_rate:.0f} docs/s, "
             f"{byte_rate / 1e6:.1f} MB/s, {token_rate:.0f} tokens/s)"
