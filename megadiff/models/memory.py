@@ -15,10 +15,12 @@ q, k, v, o widths of the projections and of the mixer's output; all but h over t
 Context parallelism keeps copies instead of the projection: q, keys and values of the whole
 sequence, and one o more. Full recomputation keeps h for each run. A stage holds this for as many
 micro-batches as its schedule has in flight. At the peak there are besides, on the last stage the
-logits (their gradient is written over them), else one run in full where it is recomputed, with the
-gradients of an MLP. Copy engines add four messages of the whole hidden state.
+logits (their gradient is written over them; GPipe's has those of all micro-batches), else one run
+in full where it is recomputed, with the gradients of an MLP. Copy engines add four messages of the
+whole hidden state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +112,6 @@ def _activations(config: Config, model: Model, world_size: int) -> int:
     assert t.global_batch_size is not None
     per_rank = t.global_batch_size // data_parallel_size(config, world_size)
     micro_batches = per_rank // t.micro_batch_size
-    flying = in_flight(p.schedule, mesh.pp, p.num_virtual_stages_per_pipeline_rank, micro_batches)
     kept, moment = [], 0
     for chunk in model.chunks:
         elements = 0
@@ -122,29 +123,40 @@ def _activations(config: Config, model: Model, world_size: int) -> int:
             elements += hidden if again else run
             mlp = mlp_elements(m, mesh, tokens)
             moment = max(moment, (run if again else 0) + 2 * hidden + mlp)
-        kept.append(elements)
         if chunk.final_norm is not None:
             divisible_by = m.make_vocab_size_divisible_by
             vocab = padded_vocab_size(m.vocab_size or 0, divisible_by, mesh.tp.size)
             whole = tokens * (m.hidden_size + vocab // mesh.tp.size)  # x of the product, logits
-            moment = max(moment, hidden + whole)
-    total = flying * sum(kept) // len(kept) + moment
+            if p.schedule == "gpipe" and mesh.pp.size > 1:  # whose backward comes after all others'
+                elements += hidden + whole
+            else:
+                moment = max(moment, hidden + whole)
+        kept.append(elements)
+    total = in_flight(p.schedule, mesh.pp, kept, micro_batches) + moment
     if mesh.pp.size > 1:  # receive buffers of every micro-batch, forward and backward
         ends = sum(chunk.stage.first + chunk.stage.last for chunk in model.chunks)
         total += micro_batches * hidden * (2 * len(kept) - ends)
     return total * width
 
 
-def in_flight(schedule: str, pp: Axis, virtual: int, micro_batches: int) -> int:
-    """Runs of layers, times micro-batches, whose activations a pipeline rank holds at its peak."""
+def in_flight(schedule: str, pp: Axis, runs: Sequence[int], micro_batches: int) -> int:
+    """The most that a pipeline rank holds at a time of its `runs` of layers.
+
+    `runs` are what each keeps for the backward of a micro-batch.
+    """
     if pp.size == 1:
-        return 1
-    if schedule == "gpipe":
-        return micro_batches
-    if schedule == "1f1b":
-        return min(micro_batches, pp.size - pp.rank)
-    warmup = (virtual - 1) * pp.size + 2 * (pp.size - 1 - pp.rank)
-    return min(micro_batches * virtual, warmup + 1)
+        return sum(runs)
+    ahead = {
+        "gpipe": micro_batches,
+        "1f1b": pp.size - pp.rank,
+        "interleaved_1f1b": (len(runs) - 1) * pp.size + 2 * (pp.size - 1 - pp.rank) + 1,
+    }[schedule]  # forwards before the first backward; from there on they alternate
+    turns = [i // pp.size % len(runs) for i in range(micro_batches * len(runs))]
+    held = most = sum(runs[turn] for turn in turns[:ahead])
+    for begun, done in zip(turns[ahead:], turns, strict=False):
+        held += runs[begun] - runs[-1 - done]
+        most = max(most, held)
+    return most
 
 
 def layer_elements(

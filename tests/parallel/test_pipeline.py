@@ -1,17 +1,21 @@
 """Which stage holds which layers, and how many micro-batches are in flight."""
 
+from collections import Counter
 from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from megadiff.config import Config, ModelConfig, ParallelConfig, TrainingConfig, validate
 from megadiff.models.build import layer_costs, stage_layers
-from megadiff.models.memory import in_flight
+from megadiff.models.memory import estimate_memory, in_flight
 from megadiff.parallel.mesh import Axis
 from megadiff.parallel.pipeline import balanced_sizes
 from tests.distributed import run_distributed
+from tests.parallel import parity
 from tests.parallel.parity import Cell, config_of, run_cell
 
 
@@ -109,21 +113,24 @@ def test_the_interleaved_schedule_needs_whole_rounds_of_micro_batches():
         validate(uneven, 2)
 
 
-def most_in_flight(cell: Cell) -> int:
-    """The most forwards of this rank at a time whose backward is still to come."""
+def most_in_flight(cell: Cell, layout: str) -> int:
+    """The most layers of this rank at a time whose backward is still to come."""
     live, most = 0, 0
+    config = config_of(cell)
+    config.parallel.pipeline_model_parallel_layout = layout
+    parity.config_of = lambda _: config
     forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
 
-    def counted_forward(*args: Any, **kwargs: Any) -> Any:
+    def counted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal live, most
-        live += 1
+        live += len(self.submod.chunk.blocks)
         most = max(most, live)
-        return forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
 
-    def counted_backward(*args: Any, **kwargs: Any) -> Any:
+    def counted_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal live
-        live -= 1
-        return backward(*args, **kwargs)
+        live -= len(self.submod.chunk.blocks)
+        return backward(self, *args, **kwargs)
 
     PipelineStage.forward_one_chunk = counted_forward  # type: ignore[method-assign]
     PipelineStage.backward_one_chunk = counted_backward  # type: ignore[method-assign]
@@ -131,17 +138,68 @@ def most_in_flight(cell: Cell) -> int:
     return most
 
 
-@pytest.mark.parametrize("pipeline", ["2gpipe", "2", "2x2", "4", "4x2"])
-def test_schedules_hold_as_many_micro_batches_as_the_memory_estimate_says(pipeline):
+@pytest.mark.parametrize(
+    ("pipeline", "layout"),
+    [
+        ("2gpipe", "even"),
+        ("2", "3,5"),
+        ("2x2", "even"),
+        ("2x2", "5,1,1,1"),
+        ("2x2", "1,1,1,5"),
+        ("4", "even"),
+        ("4x2", "even"),
+    ],
+)
+def test_schedules_hold_as_many_layers_as_the_memory_estimate_says(pipeline, layout):
     cell = Cell(pipeline=pipeline, micro_batches=8, layers=8)
-    parallel = config_of(cell).parallel
+    config = config_of(cell)
+    config.parallel.pipeline_model_parallel_layout = layout
+    sizes = [len(layers) for layers in stage_layers(config)]
     expected = [
         in_flight(
-            parallel.schedule,
+            config.parallel.schedule,
             Axis(rank=rank, size=cell.world),
-            parallel.num_virtual_stages_per_pipeline_rank,
+            sizes[rank :: cell.world],
             cell.micro_batches,
         )
         for rank in range(cell.world)
     ]
-    assert run_distributed(cell.world, most_in_flight, cell) == expected
+    assert run_distributed(cell.world, most_in_flight, cell, layout) == expected
+
+
+def most_kept(cell: Cell) -> int:
+    """The most bytes that autograd keeps for backward at a time, beside parameters."""
+    now, most, uses = 0, 0, Counter[int]()
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal now, most
+            self.tensor, storage = tensor, tensor.untyped_storage()
+            self.place, self.size = storage.data_ptr(), storage.nbytes()
+            now += 0 if uses[self.place] else self.size
+            uses[self.place] += 1
+            most = max(most, now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            uses[self.place] -= 1
+            now -= 0 if uses[self.place] else self.size
+
+    def pack(tensor: Tensor) -> Any:
+        of_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        return tensor if of_parameter else Kept(tensor)
+
+    unpack = lambda kept: kept.tensor if isinstance(kept, Kept) else kept  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        run_cell(cell)
+    return most
+
+
+@pytest.mark.parametrize("pipeline", ["2", "2gpipe"])
+def test_the_estimate_counts_the_logits_of_all_micro_batches_that_wait(pipeline):
+    """Of the last stage, where they are nearly all there is; plain operators keep a bit more."""
+    cell = Cell("standard", pipeline=pipeline, vocab=4096, precision="fp32")
+    estimate = estimate_memory(config_of(cell), 2)[1].activations
+    largest = 4 * 4096 * 32  # the gradient of the embedding, beside its buffer
+    kept = run_distributed(2, most_kept, cell)[1]
+    assert 0.9 < kept / (estimate - largest) < 1.1
