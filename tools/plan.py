@@ -60,9 +60,10 @@ class Split:
         micro-batches make smaller matrices.
         """
         assert config.training.global_batch_size is not None
-        data = gpus // (self.tensor * self.pipeline)
+        context = config.parallel.context_parallel_size
+        data = gpus // (self.tensor * self.pipeline * context)
         micro_batches = config.training.global_batch_size // (self.micro_batch * data)
-        tokens = self.micro_batch * config.training.seq_length / self.tensor
+        tokens = self.micro_batch * config.training.seq_length / (self.tensor * context)
         return (
             (1 + 0.1 * (self.tensor > 1) + 0.03 * self.tensor * (self.tensor > 1))
             * {None: 1.0, "selective": 1.1, "full": 1.33}[self.recompute]

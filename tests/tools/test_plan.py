@@ -76,6 +76,13 @@ def test_a_run_may_be_told_in_samples(capsys):
     assert "1 GPUs: " in capsys.readouterr().out
 
 
+def test_ranks_that_share_sequences_are_no_replicas(capsys):
+    """Two sequences a step on four GPUs, in pairs."""
+    words = ["--context-parallel-size", "2", "--global-batch-size", "2", "--gpus", "4"]
+    assert main(["--config", str(CONFIGS / "125M" / "diff_v2.yaml"), *words]) == 0
+    assert "4 GPUs: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
