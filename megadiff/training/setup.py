@@ -37,8 +37,19 @@ class Environment:
 
 
 def world_size() -> int:
-    """The number of processes that the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of processes that the launcher started.
+
+    Raises ConfigError when its variables contradict each other: such processes would wait for each
+    other in vain, or each train alone and save to the same place.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0" if size == "1" else "not set")
+    if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
+        raise ConfigError(
+            f"WORLD_SIZE is {size} and RANK is {rank}: a launcher such as torchrun sets both, RANK "
+            "from 0 to WORLD_SIZE - 1; for a single process unset both"
+        )
+    return int(size)
 
 
 def start(config: Config) -> Environment:
@@ -70,11 +81,12 @@ def start(config: Config) -> Environment:
             control = dist.group.WORLD
         else:
             control = dist.new_group(timeout=timeout, backend="gloo")
+    tp, groups = parallel.tensor_model_parallel_size, config.model.query_groups
     mesh = build_mesh(
-        tensor=parallel.tensor_model_parallel_size,
+        tensor=tp,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,
-        kv_copies=max(1, parallel.tensor_model_parallel_size // config.model.query_groups),
+        kv_copies=tp // groups if tp % groups == 0 else 1,
         sequence_parallel=parallel.sequence_parallel,
         tp_message_bytes=message_bytes(config) if parallel.tp_comm_overlap else 0,
         timeout=timeout,
@@ -145,6 +157,8 @@ def _need_peers(device: torch.device, parallel: ParallelConfig) -> None:
 def _pick_device(config: Config) -> torch.device:
     name = config.training.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
+        if config.parallel.distributed_backend == "nccl":
+            raise ConfigError("--distributed-backend nccl needs GPUs, and the device is the CPU")
         return torch.device("cpu")
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
