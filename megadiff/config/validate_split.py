@@ -62,6 +62,12 @@ def validate_split(config: Config, world_size: int) -> None:
         p.recompute_granularity == "full" or p.recompute_method is None,
         f"--recompute-method {p.recompute_method} needs --recompute-granularity full",
     )
+    require(
+        p.recompute_granularity == "selective"
+        or p.recompute_modules == ParallelConfig().recompute_modules,
+        f"--recompute-modules {' '.join(p.recompute_modules)} needs --recompute-granularity "
+        "selective",
+    )
     strange = set(p.recompute_modules) - {"core_attn", "layernorm", "mlp_act"}
     require(
         not strange,

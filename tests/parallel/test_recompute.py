@@ -113,6 +113,9 @@ def test_megatrons_flags():
     with pytest.raises(ConfigError, match="block needs --recompute-granularity full"):
         flags = ["--recompute-method", "block", "--vocab-size", "8", "--train-iters", "1"]
         validate(load_config(flags), 1)
+    flags = ["--recompute-modules", "mlp_act", "--vocab-size", "8", "--train-iters", "1"]
+    with pytest.raises(ConfigError, match=r"--recompute-modules mlp_act needs .* selective"):
+        validate(load_config(flags), 1)
 
 
 @pytest.mark.parametrize("granularity", [None, "selective", "full"])
