@@ -79,9 +79,10 @@ def _start_gathers(whole: list[Tensor], parts: list[Tensor], group: dist.Process
 
     Gloo's two threads note the name of what they completed in one string, without a lock (torch
     2.11 to 2.13). A name of more than 15 letters, as the coalesced gather's, lives on the heap,
-    which they then corrupt: on CPUs every part is a gather of its own, under a shorter name.
+    which they then corrupt; and that gather hands gloo pointers to a GPU's memory as they are. So
+    there every part is a gather of its own. (Gloo's coalesced sums are all-reduces, one by one.)
     """
-    if parts[0].device.type == "cpu":
+    if dist.get_backend(group) == "gloo":
         pairs = zip(whole, parts, strict=True)
         return [all_gather_single(w, p, group=group, async_op=True) for w, p in pairs]
     options = AllgatherOptions()

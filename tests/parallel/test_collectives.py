@@ -30,3 +30,13 @@ def job(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_parts_arrive_in_their_places(batch):
     run_distributed(3, job, batch)
+
+
+def test_gloo_gathers_one_by_one_whatever_the_device(monkeypatch):
+    """Its coalesced gather corrupts the heap, and knows no GPUs."""
+    gathered = []
+    monkeypatch.setattr(collectives, "all_gather_single", lambda *args, **_: gathered.append(args))
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    parts = list(torch.empty(3, 2, device="meta"))
+    collectives._start_gathers(parts, parts, group=None)
+    assert [a is b for a, b in gathered] == [True] * 3
