@@ -23,7 +23,7 @@ from megadiff.training.faults import StepWatch
 from megadiff.training.limits import check_sizes
 from megadiff.training.log import RunLog
 from megadiff.training.loop import Run, train
-from megadiff.training.setup import Environment, start, world_size
+from megadiff.training.setup import Environment, pick_device, start, world_size
 from megadiff.training.stop import StopRequests
 from megadiff.training.straggler import OwnTime
 
@@ -50,8 +50,8 @@ def pretrain(config: Config) -> str:
     )
     if t.deepspeed:
         read_settings(config, world_size())  # refuses what contradicts before anything starts
+    memory = check_sizes(config, world_size(), pick_device(config))
     env = start(config)
-    memory = check_sizes(config, world_size(), env.device)
     data = build_data(config, env.mesh.dp, eod, pin_memory=env.device.type == "cuda")
     saved = checkpointing.find(config, env)
     with ExitStack() as stack:

@@ -55,9 +55,9 @@ def world_size() -> int:
 def start(config: Config) -> Environment:
     """Pick the device, start the process groups and seed every generator.
 
-    Raises ConfigError when the device that is asked for is not there.
+    Raises ConfigError when what is asked for is not there.
     """
-    device = _pick_device(config)
+    device = pick_device(config)
     parallel = config.parallel
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     control: Any = None
@@ -154,7 +154,8 @@ def _need_peers(device: torch.device, parallel: ParallelConfig) -> None:
         )
 
 
-def _pick_device(config: Config) -> torch.device:
+def pick_device(config: Config) -> torch.device:
+    """This process's device. Raises ConfigError when it is not there."""
     name = config.training.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         if config.parallel.distributed_backend == "nccl":

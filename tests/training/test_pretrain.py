@@ -12,6 +12,7 @@ from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save
 from megadiff.config import ConfigError, load_config, to_dict
 from megadiff.data.indexed_dataset import DataError
 from megadiff.models.decoder import Decoder
+from megadiff.training import pretrain
 from megadiff.training.engine import compute_in_float8
 from tests.distributed import run_distributed
 from tests.training.small import VOCABULARY, flags, losses, read, train, write_data
@@ -199,7 +200,10 @@ class TestRefusals:
             ("--train-iters", 10**15, r"--train-iters 1000000000000000 x .* order alone takes"),
         ],
     )
-    def test_of_absurd_sizes(self, data: str, flag: str, size: int, message: str) -> None:
+    def test_of_absurd_sizes(
+        self, data: str, flag: str, size: int, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pretrain, "start", None)  # which makes buffers of the messages' size
         argv = flags(data, "--global-batch-size", str(10**7 if "batch" in flag else 8))
         self.refused(ConfigError, message, [*argv, "--train-iters", "2", flag, str(size)])
 
