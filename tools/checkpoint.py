@@ -23,9 +23,8 @@ from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError, describe
 from megadiff.checkpoint.state import ComputedPiece, Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save
-from megadiff.config import ConfigError, load_config
-from megadiff.data.errors import DataError
-from megadiff.training.errors import wait_for_first_rank
+from megadiff.config import load_config
+from megadiff.training.errors import USER_ERRORS, wait_for_first_rank
 
 NOT_WEIGHTS = ("optimizer.", "rng.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -336,7 +335,7 @@ def main(words: list[str] | None = None) -> int:
     del arguments["command"]
     try:
         return run(**arguments) or 0
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
+    except (*USER_ERRORS, OSError) as error:
         wait_for_first_rank()
         reason = describe(error) if isinstance(error, OSError) else error
         print(f"checkpoint: error: {reason}", file=sys.stderr)

@@ -34,7 +34,7 @@ def run(tool: str, work: Callable[[], int], interrupted: str = "interrupted") ->
         return work()
     except BrokenPipeError:  # into head, for example; the rest of the work was not done
         return 128 + signal.SIGPIPE  # as of a program that the closed pipe ended
-    except (ValueError, OSError) as error:  # DataError and ConfigError are ValueErrors
+    except (ValueError, OSError) as error:  # DataError, ConfigError, LibraryError are ValueErrors
         print(f"{tool}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
-from megadiff.data.errors import DataError, need_library
+from megadiff.data.errors import DataError
+from megadiff.libraries import need_library
 
 Kind = Literal["jsonl", "text", "parquet", "error"]
 Readable = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megadiff.data.errors import DataError, need_library
+from megadiff.data.errors import DataError
+from megadiff.libraries import need_library
 
 BLOCK = 4 << 20  # bytes that are fetched from an object store at once
 ATTEMPTS = 6  # of one fetch, with pauses of 1, 2, 4, ... seconds between them

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megadiff.data.errors import DataError, need_library
+from megadiff.data.errors import DataError
+from megadiff.libraries import need_library
 
 EOD_NAMES = (
     "<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence|>",

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megadiff.checkpoint.state import Tensors, module_tensors
 from megadiff.config import Config, ConfigError, OptimizerConfig, data_parallel_size
-from megadiff.data.errors import need_library
 from megadiff.data.loader import MicroBatch
+from megadiff.libraries import need_library
 from megadiff.models.build import build_model
 from megadiff.optim.groups import group_rule
 from megadiff.optim.optimizer import StepResult

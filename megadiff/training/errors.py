@@ -14,6 +14,7 @@ from typing import NoReturn
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import ConfigError
 from megadiff.data.indexed_dataset import DataError
+from megadiff.libraries import LibraryError
 from megadiff.parallel.failure import announce_failure
 
 
@@ -21,7 +22,7 @@ class NotFiniteError(RuntimeError):
     """Too many steps in a row whose loss or gradient is not finite; the message says where."""
 
 
-USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFiniteError)
+USER_ERRORS = (ConfigError, DataError, LibraryError, CheckpointError, NotFiniteError)
 """What a user can mend: told in one line, without a traceback."""
 
 

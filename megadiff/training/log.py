@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megadiff.config import Config, ConfigError, to_dict, to_yaml
-from megadiff.data.errors import need_library
+from megadiff.libraries import need_library
 
 
 class RunLog:

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 def pretrain(config: Config) -> str:
     """Run a validated configuration on this rank; returns why it ended.
 
-    Raises ConfigError, DataError or CheckpointError for what a user can mend.
+    Raises one of `errors.USER_ERRORS` for what a user can mend.
     """
     t = config.training
     assert t.train_iters is not None and t.global_batch_size is not None

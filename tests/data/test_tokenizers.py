@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megadiff.data import long_text
 from megadiff.data.errors import DataError
 from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
+from megadiff.libraries import LibraryError
 
 SYLLABLES = [
     "ta",
@@ -277,5 +278,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     (tmp_path / "ranks").write_text("QQ== 0\n")
-    with pytest.raises(DataError, match=r"pip install 'megadiff\[tokenizers\]'"):
+    with pytest.raises(LibraryError, match=r"pip install 'megadiff\[tokenizers\]'"):
         TokenizerSettings("TikTokenizer", str(tmp_path / "ranks")).build()

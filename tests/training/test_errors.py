@@ -11,6 +11,7 @@ import pytest
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.config import ConfigError
 from megadiff.data.indexed_dataset import DataError
+from megadiff.libraries import LibraryError
 from megadiff.training import errors
 
 
@@ -34,7 +35,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int:
     return exited.value.args[0]
 
 
-@pytest.mark.parametrize("kind", [ConfigError, DataError, CheckpointError])
+@pytest.mark.parametrize("kind", [ConfigError, DataError, LibraryError, CheckpointError])
 def test_what_a_user_can_mend_is_one_line(
     kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

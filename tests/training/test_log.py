@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megadiff.config import Config, LoggingConfig
-from megadiff.data.errors import DataError
+from megadiff.libraries import LibraryError
 from megadiff.training.log import RunLog
 
 
@@ -95,5 +95,5 @@ def test_weights_and_biases_that_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(DataError, match=r"pip install 'megadiff\[wandb\]'"):
+    with pytest.raises(LibraryError, match=r"pip install 'megadiff\[wandb\]'"):
         log_to(tmp_path, wandb_project="diff")

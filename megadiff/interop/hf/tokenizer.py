@@ -9,6 +9,7 @@ from typing import Any
 from megadiff.config import DataConfig
 from megadiff.data.indexed_dataset import DataError
 from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
+from megadiff.libraries import LibraryError
 
 _Form = tuple[Any, dict[str, str]]  # of `tokenizers`, and the names of its special tokens
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -35,7 +36,7 @@ def write_tokenizer(
         tokenizer = TokenizerSettings(
             kind, data.tokenizer_model, data.vocab_file, data.merge_file, vocab_size
         ).build()
-    except DataError as error:
+    except (DataError, LibraryError) as error:
         return {}, f"no tokenizer files ({error})"
     tokens = {
         "bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad
