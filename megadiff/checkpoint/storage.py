@@ -30,6 +30,7 @@ from megadiff.checkpoint.files import INDEX, DurableFile, read_index
 from megadiff.checkpoint.ranks import CheckpointError, Ranks, describe
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.torch_parts import PieceSavePlanner, TensorWriter, read_pieces
+from megadiff.config import Config, update_config
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -163,9 +164,25 @@ def read_metadata(directory: str | Path) -> dict[str, dict]:
 
 
 def versions() -> dict[str, str]:
-    """Of what writes a checkpoint, for its metadata."""
+    """Of what writes a checkpoint, and the folder it runs in, for its metadata."""
     own, python = __version__, platform.python_version()
-    return {"megadiff": own, "torch": torch.__version__, "python": python}
+    folder = str(Path.cwd())
+    return {"megadiff": own, "torch": torch.__version__, "python": python, "folder": folder}
+
+
+def read_config(directory: Path, metadata: dict[str, dict]) -> Config:
+    """The configuration in the metadata of a checkpoint, from which files are found anywhere.
+
+    Raises ConfigError.
+    """
+    config = Config()
+    update_config(config, metadata["config"], source=str(directory / "config.json"))
+    folder = Path(metadata.get("versions", {}).get("folder", ""))
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        file = getattr(config.data, name)
+        if file is not None and (folder / file).exists():
+            setattr(config.data, name, str(folder / file))
+    return config
 
 
 def _mismatches(

@@ -15,8 +15,8 @@ from torch import Tensor
 from megadiff.checkpoint import directory as layout
 from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.state import ComputedPiece, ShardedTensor
-from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save, versions
-from megadiff.config import Config, ModelConfig, sections, to_dict, update_config
+from megadiff.checkpoint.storage import CheckpointReader, read_config, read_metadata, save, versions
+from megadiff.config import Config, ModelConfig, sections, to_dict
 from megadiff.interop.tensors import Deferred, InteropError, listed
 from megadiff.models.decoder import Decoder
 from megadiff.parallel.parameter import named_sections
@@ -62,11 +62,10 @@ def read_checkpoint(
     path = find_checkpoint(root, step)
     if path is None:
         raise InteropError(f"{root}: there is no checkpoint")
-    config = Config()
-    values = read_metadata(path).get("config")
-    if values is None:
+    metadata = read_metadata(path)
+    if "config" not in metadata:
         raise InteropError(f"{path}: config.json is missing, so that its model is not known")
-    update_config(config, values, source=f"{path}/config.json")
+    config = read_config(path, metadata)
     m = config.model
     if m.position_embedding_type == "learned_absolute" and m.max_position_embeddings is None:
         m.max_position_embeddings = config.training.seq_length

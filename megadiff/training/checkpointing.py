@@ -16,8 +16,8 @@ from megadiff.checkpoint.local import load_local
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Tensors, add_piece, flat_pieces
-from megadiff.checkpoint.storage import load, read_metadata, versions
-from megadiff.config import Config, ConfigError, ModelConfig, TokenMixer, to_dict, update_config
+from megadiff.checkpoint.storage import load, read_config, read_metadata, versions
+from megadiff.config import Config, ConfigError, ModelConfig, TokenMixer, to_dict
 from megadiff.optim.schedule import Schedule
 from megadiff.optim.shards import StatePiece
 from megadiff.parallel.parameter import record_of
@@ -191,14 +191,12 @@ def restore(saved: Saved, engine: Engine, env: Environment, *, weights_only: boo
 
 def saved_config(path: Path, metadata: dict[str, dict[str, Any]]) -> Config:
     """The configuration of the run that saved a checkpoint. Raises CheckpointError."""
-    config = Config()
     if "config" not in metadata:
         raise CheckpointError(f"{path} has no config.json: it was not saved by a run")
     try:
-        update_config(config, metadata["config"], source=str(path / "config.json"))
+        return read_config(path, metadata)
     except ConfigError as error:
         raise CheckpointError(f"{error}; was it saved by another version of megadiff?") from error
-    return config
 
 
 def model_differences(saved: Config, config: Config) -> list[str]:

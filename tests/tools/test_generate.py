@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors
 from megadiff.checkpoint.storage import load
 from megadiff.config import ConfigError, load_config
+from megadiff.data.errors import DataError
+from megadiff.interop.checkpoint import read_checkpoint
 from megadiff.models.decoder import Decoder
 from tests.distributed import run_distributed
-from tests.training.small import VOCABULARY, flags, train, write_data
+from tests.training.small import EOD, VOCABULARY, flags, train, write_data
 from tools import generate
 
 PROMPTS = ["1 2 3 4", "7", "50 51 53 54 55 56 57"]
@@ -94,6 +98,29 @@ def test_only_line_ends_part_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text('"a\u2028b"\n\nc\x0bd\r\n"', encoding="utf-8", newline="")
     assert generate.read_prompts(str(file)) == ["a\u2028b", "c\x0bd", '"']
+
+
+def test_the_tokenizer_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    prefix, here = write_data(tmp_path), tmp_path / "elsewhere"
+    here.mkdir()
+    vocabulary = {str(i): i for i in range(EOD)} | {"<eos>": EOD}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tokenizer.json"]
+    size = ["--vocab-size", str(VOCABULARY), "--train-iters", "2", "--eval-iters", "0"]
+    train(flags(prefix, *named, *size, "--save", "saved"))
+    monkeypatch.chdir(here)
+    argv = ["--load", "../saved", "--device", "cpu", "--prompt", "17", "--max-new-tokens", "3"]
+    generate.main(argv)
+    assert "\n17 " in capsys.readouterr().out
+    config, _ = read_checkpoint("../saved")  # as for an export
+    assert config.data.tokenizer_model == str(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"--tokenizer-model tokenizer\.json: no such file"):
+        generate.main(argv)
 
 
 def test_a_step_that_is_not_there_is_refused(saved: str) -> None:
