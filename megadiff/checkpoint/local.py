@@ -7,13 +7,15 @@ split in the same way and each in its place, resumes from them; whoever finds it
 checkpoint that all ranks share.
 """
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch.distributed as dist
 
 from megadiff.checkpoint import directory as layout
-from megadiff.checkpoint.ranks import Ranks
+from megadiff.checkpoint.ranks import CheckpointError, Ranks
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors
 from megadiff.checkpoint.storage import load, read_metadata, save
 
@@ -21,6 +23,20 @@ from megadiff.checkpoint.storage import load, read_metadata, save
 def local_root(root: str | Path, ranks: Ranks) -> Path:
     """The folder of a rank's own checkpoints."""
     return Path(root) / f"rank_{ranks.rank:05d}"
+
+
+def lock_local(root: Path) -> IO:
+    """Keep this rank's folder from other runs, which would delete its saves: until it is closed.
+
+    Raises CheckpointError when another has it.
+    """
+    lock = (root / ".lock").open("w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+    except BlockingIOError:
+        lock.close()
+        raise CheckpointError("another run saves here; give each run a folder of its own") from None
+    return lock
 
 
 def own_tensors(tensors: Tensors) -> Tensors:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from megadiff.checkpoint import directory as layout
 from megadiff.checkpoint.find import find_newest
-from megadiff.checkpoint.local import local_root, own_tensors, save_local
+from megadiff.checkpoint.local import local_root, lock_local, own_tensors, save_local
 from megadiff.checkpoint.ranks import CheckpointError, Ranks, describe
 from megadiff.checkpoint.staging import HostBuffers
 from megadiff.checkpoint.state import Tensors
@@ -65,6 +65,7 @@ class CheckpointManager:
         self._error: CheckpointError | None = None
         self._report: str | None = None
         self._of_others: set[Path] = set()
+        self._lock: IO | None = None
         self._ranks.first(
             f"cannot save checkpoints in {self.root}", lambda: self._enter_place(self.root)
         )
@@ -75,6 +76,8 @@ class CheckpointManager:
 
     def _enter_place(self, root: Path) -> None:
         layout.try_to_write(root)
+        if self._local and root == self.second:
+            self._lock = lock_local(root)
         self._of_others |= {
             layout.checkpoint_path(root, step)
             for step in layout.list_steps(root)
@@ -152,6 +155,8 @@ class CheckpointManager:
         finally:
             if self._buffers is not None:
                 self._buffers.free()
+            if self._lock is not None:
+                self._lock.close()
 
     def _write_in_background(
         self, root: Path, step: int, tensors: Tensors, metadata: dict[str, dict]

@@ -1,12 +1,15 @@
 """Node-local checkpoints of real runs: taken when newer and whole on all ranks, or passed over."""
 
 import shutil
+import subprocess
+import sys
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from megadiff.checkpoint.directory import checkpoint_path, list_steps
+from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.training import loop
 from megadiff.training.engine import NativeEngine
 from megadiff.training.stop import Agreement
@@ -104,6 +107,24 @@ def test_what_another_run_left_in_the_local_place_is_not_loaded(data: str, tmp_p
         text = (tmp_path / "first.log/log.txt").read_text()
         assert f"{tmp_path / 'first/iter_0000002'}" in text
         shutil.rmtree(tmp_path / "first")
+
+
+def test_two_runs_at_once_need_two_local_places(data: str, tmp_path: Path) -> None:
+    """Each would delete what the other has saved. A run that is gone keeps nobody out."""
+    places = ["--save", str(tmp_path / "saved")]
+    places += ["--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+    argv = flags(data, *places, "--non-persistent-save-interval", "2", "--eval-iters", "0")
+    folder = tmp_path / "local/rank_00000"
+    folder.mkdir(parents=True)
+    hold = "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX)"
+    words = [sys.executable, "-c", f"{hold}; print(flush=True); input()", str(folder / ".lock")]
+    other = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline()
+    with pytest.raises(CheckpointError, match="rank_00000: another run saves here"):
+        train(argv)
+    other.kill()
+    other.wait()
+    train(argv)
 
 
 @pytest.mark.parametrize("place", ["global", "local"])
