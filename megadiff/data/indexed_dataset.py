@@ -45,6 +45,11 @@ def idx_path(prefix: str) -> str:
     return prefix + ".idx"
 
 
+def origin_path(prefix: str) -> str:
+    """Where preprocessing notes which tokenizer it had; other tools write no such file."""
+    return prefix + ".origin.json"
+
+
 class IndexedDataset:
     """Read access to `prefix.bin` and `prefix.idx`; item i is sequence i.
 
@@ -265,7 +270,8 @@ def publish(
     for path in (part, index_part):  # on the disk before they have their names
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    Path(idx_path(prefix)).unlink(missing_ok=True)
+    for old in (idx_path(prefix), origin_path(prefix)):
+        Path(old).unlink(missing_ok=True)
     part.rename(bin_path(prefix))
     index_part.rename(idx_path(prefix))
 

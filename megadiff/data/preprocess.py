@@ -6,6 +6,7 @@ workers. After every partition, and when it has to stop, the writer makes its pa
 notes in a journal where reading goes on.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from megadiff.data.documents import Problem, read_documents
 from megadiff.data.errors import DataError
-from megadiff.data.indexed_dataset import best_dtype, refuse_existing
+from megadiff.data.indexed_dataset import best_dtype, origin_path, refuse_existing
 from megadiff.data.inputs import Block, Position, list_inputs, read_blocks
 from megadiff.data.long_text import encode_all
 from megadiff.data.parallel_map import ordered_map
@@ -175,6 +176,9 @@ def preprocess(settings: PreprocessSettings) -> Totals:
             if state.totals.tokens == 0:
                 raise DataError("no document with text in the input; nothing was written")
             parts.finish(best_dtype(tokenizer.vocab_size))
+            for prefix in settings.outputs():
+                origin = {"tokenizer": settings.tokenizer.contents()}
+                Path(origin_path(prefix)).write_text(json.dumps(origin))
         except BaseException:
             if not journal.path.exists():  # there is nothing to go on from
                 parts.remove()

@@ -304,10 +304,14 @@ class TokenizerSettings:
 
     def fingerprint(self) -> dict[str, object]:
         """The settings with the files' content in place of their paths."""
-        values = asdict(self)
+        return {**asdict(self), **self.contents()}
+
+    def contents(self) -> dict[str, str | None]:
+        """Hashes of the files, which tell tokenizers apart wherever these lie."""
+        values: dict[str, str | None] = {}
         for name in ("tokenizer_model", "vocab_file", "merge_file"):
-            if values[name] is not None:
-                path = Path(values[name])
-                file = path / "tokenizer.json" if path.is_dir() else path
-                values[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            path = Path(getattr(self, name) or "")
+            file = path / "tokenizer.json" if path.is_dir() else path
+            given = getattr(self, name) is not None
+            values[name] = hashlib.sha256(file.read_bytes()).hexdigest() if given else None
         return values

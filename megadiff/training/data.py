@@ -1,5 +1,6 @@
 """The run's text: tokenizer, datasets and the micro-batches of each step."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,8 @@ from megadiff.data.blended_dataset import BlendedDataset
 from megadiff.data.build import Dataset, build_train_valid_test_datasets, note
 from megadiff.data.cache import digest
 from megadiff.data.data_path import parse_blend, read_data_args, read_per_split_data_args
-from megadiff.data.indexed_dataset import DataError
+from megadiff.data.gpt_dataset import PiecewiseDataset
+from megadiff.data.indexed_dataset import DataError, origin_path
 from megadiff.data.loader import BatchLoader, DocumentRules, MicroBatch, pad_cu_seqlens
 from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.parallel.mesh import Axis
@@ -176,6 +178,7 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         for name, dataset in sets.items()
         if dataset is not None
     }
+    _tell_other_tokenizers(d, [train, *(batches.dataset for batches, _ in there.values())])
     return RunData(
         train=batches(train, "training"),
         test=there.pop("test", None),
@@ -197,6 +200,23 @@ def _named_sets(entries: list[str]) -> dict[str, list[str]]:
     return sets
 
 
+def _tell_other_tokenizers(d: DataConfig, datasets: list[Dataset]) -> None:
+    """Note the data of which is known that their tokenizer was not the run's."""
+    if not (d.tokenizer_model or d.vocab_file) or d.tokenizer_type == "NullTokenizer":
+        return
+    files = (d.tokenizer_model, d.vocab_file, d.merge_file)
+    tokenizer = TokenizerSettings(d.tokenizer_type, *files).contents()
+    for prefix in dict.fromkeys(part.dataset.prefix for data in datasets for part in parts(data)):
+        origin = Path(origin_path(prefix))
+        if origin.is_file() and json.loads(origin.read_text())["tokenizer"] != tokenizer:
+            note(f"{prefix} was made with another tokenizer than this run's")
+
+
+def parts(dataset: Dataset) -> list[PiecewiseDataset]:
+    """The datasets of a blend; another is its only part."""
+    return list(dataset.datasets) if isinstance(dataset, BlendedDataset) else [dataset]
+
+
 def _read_data_args(d: DataConfig) -> None:
     """Replace the files that hold data paths by what they hold."""
     if d.data_args_path:
@@ -215,7 +235,6 @@ def _read_data_args(d: DataConfig) -> None:
 
 def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
     """What decides which sample comes when: by content of the data, not by where they lie."""
-    parts = train.datasets if isinstance(train, BlendedDataset) else [train]
     words = config.data.data_path or config.data.train_data_path
     weights = parse_blend(words).weights
     return {
@@ -230,9 +249,9 @@ def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
                 "sequences": len(part.dataset),
                 "lengths": digest(part.dataset.lengths),
             }
-            for part in parts
+            for part in parts(train)
         ],
-        "first_samples": [_first_tokens(dataset) for dataset in (train, *parts)],
+        "first_samples": [_first_tokens(dataset) for dataset in (train, *parts(train))],
     }
 
 

@@ -152,6 +152,7 @@ def test_interrupted_runs_go_on(
         source.name,
         "out_text_document.bin",
         "out_text_document.idx",
+        "out_text_document.origin.json",
     ]
 
 
@@ -203,7 +204,8 @@ def test_a_run_interrupted_at_its_end_goes_on(
             assert calls > rename_calls
             assert "going on after 120 documents" in capsys.readouterr().out
     assert contents(tmp_path / "out_text_document") == expected
-    names = [f"out_{key}_document.{suffix}" for key in ("id", "text") for suffix in ("bin", "idx")]
+    suffixes = ("bin", "idx", "origin.json")
+    names = [f"out_{key}_document.{suffix}" for key in ("id", "text") for suffix in suffixes]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megadiff.config import ConfigError, load_config, validate
+from megadiff.data.preprocess import PreprocessSettings, preprocess
+from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.parallel.mesh import Axis
 from megadiff.training.data import build_data, set_vocabulary
 from tests.training.small import EOD, flags, write_data
@@ -52,6 +56,27 @@ def test_the_null_tokenizer_adds_an_end_of_document(tmp_path: Path) -> None:
     assert config.model.vocab_size == EOD + 1
     batch = data.train.step(0, 8)[0]
     assert torch.equal(batch.loss_mask == 0, batch.tokens == EOD)
+
+
+def test_data_of_another_tokenizer_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a smaller one, whose tokens the model can take. Megatron's do not tell theirs."""
+    for name, size in (("small", 20), ("large", 40)):
+        vocabulary = {"<eos>": 0} | {str(i): i for i in range(1, size)}
+        Tokenizer(WordLevel(vocabulary, unk_token="1")).save(str(tmp_path / f"{name}.json"))
+    (tmp_path / "text.jsonl").write_text('{"text": "7"}\n' * 400)
+    made = TokenizerSettings("HuggingFaceTokenizer", str(tmp_path / "small.json"))
+    preprocess(PreprocessSettings([str(tmp_path / "text.jsonl")], str(tmp_path / "a"), made))
+    prefix = str(tmp_path / "a_text_document")
+    argv = flags(prefix, "--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "60")
+    said = f"{prefix} was made with another tokenizer than this run's"
+    for name, there in [("small", True), ("large", True), ("large", False)]:
+        if not there:
+            Path(f"{prefix}.origin.json").unlink()
+        capsys.readouterr()
+        prepare([*argv, "--tokenizer-model", str(tmp_path / f"{name}.json")], Axis())
+        assert (said in capsys.readouterr().err) == (name == "large" and there)
 
 
 def test_a_vocabulary_far_above_the_tokenizers_is_said(
