@@ -104,7 +104,7 @@ class CheckpointManager:
         on any; earlier checkpoints remain.
         """
         start = time.perf_counter()
-        self._join()
+        self.wait()
         root, buffers = self.second if second else self.root, self._buffers
         assert root is not None, "there is no second place"
         self._of_others.discard(layout.checkpoint_path(root, step))
@@ -123,28 +123,22 @@ class CheckpointManager:
             self._thread.start()
         return time.perf_counter() - start
 
-    def check(self) -> str | None:
+    def check(self) -> None:
         """`wait`, but only when the last save is over."""
-        if self._thread is not None and self._thread.is_alive():
-            return None
-        return self.wait()
+        if self._thread is None or not self._thread.is_alive():
+            self.wait()
 
-    def wait(self) -> str | None:
-        """Until the last save is on disk; a line about it, once and on rank 0 alone.
-
-        Raises its CheckpointError.
-        """
-        self._join()
-        report, self._report = self._report, None
-        return report
-
-    def _join(self) -> None:
+    def wait(self) -> None:
+        """Until the last save is on disk; logs on rank 0 what it wrote. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
             raise error
+        if self._report is not None:
+            logger.info("%s", self._report)
+            self._report = None
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -205,7 +199,7 @@ class CheckpointManager:
         Later ones, of what is given up, are deleted. `fits`: see `find_newest`. Raises
         CheckpointError.
         """
-        self._join()
+        self.wait()
 
         def among(path: Path) -> bool:
             return layout.step_of(path) < before and path not in self._of_others

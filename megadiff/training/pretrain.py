@@ -84,13 +84,9 @@ def pretrain(config: Config) -> str:
                     f"{seconds:.3f} s"
                 )
 
-        def tell(report: str | None) -> None:
-            if report is not None:
-                log.line(f" {report}")
-
         def check_save() -> None:
             if manager is not None:
-                tell(manager.check())
+                manager.check()
 
         def go_back(before: int) -> Progress | None:
             fits = partial(checkpointing.fits_second, config=config)
@@ -113,7 +109,7 @@ def pretrain(config: Config) -> str:
         )  # fmt: skip
         reason = train(run, progress)
         if manager is not None:
-            tell(manager.wait())
+            manager.wait()
         log.line(f" ended at iteration {progress.iteration}: {reason}")
     return reason
 
