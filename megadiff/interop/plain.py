@@ -112,6 +112,10 @@ def import_plain(
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise InteropError(f"{file}: no state_dict can be read from it ({error})") from None
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise InteropError(
+            f"{file}: not a state_dict, which holds tensors by name and nothing else"
+        )
     try:
         config = Config(model=plain_config(state))
     except ValueError as error:

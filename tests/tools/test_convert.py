@@ -73,6 +73,14 @@ def test_a_file_that_is_no_state_dict(tmp_path, capsys, content):
     assert f"error: {file}: no state_dict" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [[1, 2], torch.zeros(3), {"token_emb.weight": 1.0}])
+def test_a_file_of_something_else(tmp_path, capsys, content):
+    torch.save(content, tmp_path / "model.pt")
+    words = ["--input", str(tmp_path / "model.pt"), "--output", str(tmp_path / "out")]
+    assert main(["from-plain", *words]) == 2
+    assert "not a state_dict" in capsys.readouterr().err
+
+
 def test_missing_input(tmp_path, capsys):
     output = str(tmp_path / "out")
     assert main(["to-hf", "--load", str(tmp_path / "gone"), "--output", output]) == 2

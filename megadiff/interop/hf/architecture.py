@@ -152,6 +152,16 @@ def from_hf_config(values: dict[str, Any], source: str) -> tuple[Architecture, M
 
     Raises InteropError, beginning with `source`, naming what we can not represent.
     """
+    try:
+        return _read_config(values, source)
+    except InteropError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise InteropError(f"{source}: not a model's configuration ({reason})") from None
+
+
+def _read_config(values: dict[str, Any], source: str) -> tuple[Architecture, ModelConfig]:
     kind = values.get("model_type")
     if kind not in CLASSES:
         raise InteropError(
@@ -170,16 +180,13 @@ def from_hf_config(values: dict[str, Any], source: str) -> tuple[Architecture, M
     base, factor, rope_problems = _read_rope(values)
     if no := no + rope_problems:
         raise InteropError(f"{source}: {', '.join(no)} can not be represented")
-    try:
-        heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
-        m = ModelConfig(
-            num_layers=int(values["num_hidden_layers"]),
-            hidden_size=hidden,
-            ffn_hidden_size=int(values["intermediate_size"]),
-            vocab_size=int(values["vocab_size"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InteropError(f"{source}: {error} is missing or no number") from None
+    heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
+    m = ModelConfig(
+        num_layers=int(values["num_hidden_layers"]),
+        hidden_size=hidden,
+        ffn_hidden_size=int(values["intermediate_size"]),
+        vocab_size=int(values["vocab_size"]),
+    )
     groups = int(values.get("num_key_value_heads") or heads)
     width = int(values.get("head_dim") or hidden // heads)
     m.norm_epsilon = float(values.get("rms_norm_eps", 1e-5 if kind == "diffllama" else 1e-6))

@@ -119,10 +119,10 @@ def import_folder(
             raise InteropError(f"the model has no tensor {error.args[0]}") from None
         architecture = "megadiff"
     config = Config(model=m)
-    config.training.seq_length = int(values.get("max_position_embeddings", 2048))
     try:
+        config.training.seq_length = int(values.get("max_position_embeddings") or 2048)
         validate_model(m, config.training.seq_length)
-    except ConfigError as error:
+    except (ConfigError, TypeError, ValueError) as error:
         raise InteropError(f"{source}: {error}") from None
     tensors = from_hf(tensors, m, architecture)
     if dtype is not None:

@@ -124,15 +124,13 @@ def to_fla_config(m: ModelConfig, model_type: str) -> dict[str, Any]:
 def from_fla_config(values: dict[str, Any], source: str) -> ModelConfig:
     """The options that a config.json of fla describes.
 
-    Raises InteropError, beginning with `source`, naming what we can not represent.
+    Raises InteropError, beginning with `source`, naming what we can not represent, and various
+    errors where a value is missing or of another type.
     """
     mixer = MIXERS[values["model_type"]]
-    try:
-        hidden, heads, layers = (
-            int(values[key]) for key in ("hidden_size", "num_heads", "num_hidden_layers")
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InteropError(f"{source}: {error} is missing or no number") from None
+    hidden, heads, layers = (
+        int(values[key]) for key in ("hidden_size", "num_heads", "num_hidden_layers")
+    )
     attention = values.get("attn") or None
     specifications = attention if isinstance(attention, list) else [attention]
     attention = specifications[0] or {}
@@ -181,11 +179,13 @@ def from_fla_config(values: dict[str, Any], source: str) -> ModelConfig:
         rotary_base=float(attention.get("rope_theta") or 10000.0),
         rotary_interleaved=bool(values.get("trained_rotary_interleaved")),
         delta_num_heads=heads,
-        delta_expand_k=expand_k,
-        delta_expand_v=expand_v,
+        delta_expand_k=float(expand_k),
+        delta_expand_v=float(expand_v),
         delta_use_gate=bool(values.get("use_gate", mixer == "gated_delta_net")),
         delta_allow_neg_eigval=bool(values.get("allow_neg_eigval", False)),
-        delta_conv_size=values.get("conv_size", 4) if values.get("use_short_conv", True) else 0,
+        delta_conv_size=int(values.get("conv_size", 4))
+        if values.get("use_short_conv", True)
+        else 0,
     )
     if mixer == "delta_net":
         m.delta_use_beta = bool(values.get("use_beta", True))
