@@ -65,8 +65,8 @@ def choose_rms_norm(model: nn.Module, tokens: int, dtype: torch.dtype) -> str:
     norms = [m for m in model.modules() if isinstance(m, Norm) and not m.layer_norm]
     if not norms:
         return ""
-    kernel = find_apex_rms_norm()
-    if not everywhere(kernel is not None, norms[0].weight.device) or kernel is None:
+    kernel = everywhere(find_apex_rms_norm(), norms[0].weight.device)
+    if kernel is None:
         return ""
     weight, epsilon = norms[0].weight.detach().requires_grad_(), norms[0].epsilon
     grad = torch.randn(tokens, len(weight), dtype=dtype, device=weight.device)

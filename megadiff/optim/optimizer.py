@@ -130,10 +130,8 @@ class Optimizer:
             return {}
         types = dict.fromkeys(_STATE_KEYS[rule], torch.promote_types(dtype, torch.float32))
         if dtype == torch.bfloat16:
-            kept = {
-                "exp_avg": self.config.exp_avg_dtype,
-                "exp_avg_sq": self.config.exp_avg_sq_dtype,
-            }
+            c = self.config
+            kept = {"exp_avg": c.exp_avg_dtype, "exp_avg_sq": c.exp_avg_sq_dtype}
             types |= {key: dtype for key in types if kept.get(key) == "bf16"}
         return types
 
@@ -146,8 +144,8 @@ class Optimizer:
         asked = self.config.adam_kernel
         if asked == "torch":
             return "AdamW: torch's kernel"
-        kernel = find_apex_adam()
-        if not everywhere(kernel is not None, self.updates.device) or kernel is None:
+        kernel = everywhere(find_apex_adam(), self.updates.device)
+        if kernel is None:
             return f"AdamW: torch's kernel; {NOT_INSTALLED}"
         self._apex = kernel
         if asked == "apex":

@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 NOT_INSTALLED = "NVIDIA Apex with its CUDA extensions is not installed"
 
 
@@ -35,12 +37,12 @@ def milliseconds(
     return means.tolist()
 
 
-def everywhere(found: bool, device: torch.device) -> bool:
-    """Whether `found` on every rank: only then may one time, and choose, with the others."""
-    missing = torch.tensor(not found, dtype=torch.int32, device=device)
+def everywhere(found: T | None, device: torch.device) -> T | None:
+    """`found` if no rank has None: only then may one time, and choose, with the others."""
+    missing = torch.tensor(found is None, dtype=torch.int32, device=device)
     if dist.is_initialized():
         dist.all_reduce(missing)
-    return not missing.item()
+    return None if missing.item() else found
 
 
 def find_apex_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor] | None:
