@@ -132,6 +132,7 @@ def test_a_split_that_the_model_has_not_is_refused(
     saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="is not a multiple of --tensor-model-parallel-size 3"):
         generate.main(arguments(saved))
 
