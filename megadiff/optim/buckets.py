@@ -2,9 +2,10 @@
 
 Parameters become views of flat *buckets*, made in the reverse of module order because that is about
 the order in which backward finishes with them. A gradient is added to its bucket's buffer as soon
-as autograd has it; when every parameter of a bucket has had the gradients of all micro-batches the
-bucket is reduced while backward goes on with the layers below. Gradients are summed, never
-averaged: the loss is already a mean over the tokens of the whole global batch.
+as autograd has it, a linear layer's by the product that makes it; when every parameter of a bucket
+has had the gradients of all micro-batches the bucket is reduced while backward goes on with the
+layers below. Gradients are summed, never averaged: the loss is already a mean over the tokens of
+the whole global batch.
 
 Sharded, each rank receives the sum of its own equal range only (reduce-scatter) and later hands the
 updated range to the others (all-gather); unsharded, each rank owns all of every bucket.
@@ -36,6 +37,17 @@ class Slot:
     gradient: Tensor  # the accumulated gradient: a view of the bucket in the parameter's shape
     remaining: int = 0  # micro-batches whose gradient is still to come
     empty: bool = False  # `gradient` holds old values, which the next one overwrites
+    added: bool = False  # what autograd is about to have is in `gradient` already
+
+    def add_product(self, a: Tensor, b: Tensor) -> Tensor:
+        """`GradientSum.add_product`, in one pass over the sum."""
+        total, dtype, beta = self.gradient, self.gradient.dtype, 0 if self.empty else 1
+        if a.is_cuda:
+            torch.addmm(total, a, b, out_dtype=dtype, beta=beta, out=total)  # type: ignore
+        else:
+            total.addmm_(a.to(dtype), b.to(dtype), beta=beta)
+        self.empty, self.added = False, True
+        return torch.empty_like(self.parameter)
 
     @property
     def direct(self) -> bool:
@@ -108,6 +120,8 @@ class Buckets:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+                if not slot.direct and torch.version.hip is None:
+                    slot.parameter.megadiff_gradient_sum = weakref.ref(slot)  # type: ignore
         self.gather_order = list(reversed(self.buckets))  # that of the next forward
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._writers = {slot.name: index % self.world for index, slot in enumerate(slots)}
@@ -265,7 +279,9 @@ def _collect(slot: Slot) -> None:
     gradient = slot.parameter.grad
     if gradient is None or gradient is slot.gradient:
         return
-    if slot.empty:
+    if slot.added:
+        slot.added = False
+    elif slot.empty:
         slot.gradient.copy_(gradient)
         slot.empty = False
     else:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from megadiff.parallel import collectives
 from megadiff.parallel.mesh import Axis, ParallelMesh
-from megadiff.parallel.parameter import Group, Init, Section, make_parameter, record_of
+from megadiff.parallel.parameter import (
+    Group,
+    Init,
+    Section,
+    gradient_sum,
+    make_parameter,
+    record_of,
+)
 from megadiff.parallel.recompute import Again, kept_for
 
 
@@ -222,7 +229,7 @@ class _Product(torch.autograd.Function):
         kept: Again,
     ) -> Tensor:
         ctx.products, ctx.tp, ctx.sequence_parallel = products, tp, sequence_parallel
-        ctx.again = kept.function
+        ctx.again, ctx.total = kept.function, gradient_sum(weight)
         gather = None
         if sequence_parallel:
             gather = collectives.start_gather(x, tp, collectives.pieces(x.shape[0], tp))
@@ -260,13 +267,20 @@ class _Product(torch.autograd.Function):
         grad_weight = None
         if x is not None:
             whole = x if gather is None else gather.wait()
-            grad_weight = products.grad_weight(grad, whole, scale, x_scale)
+            grad_weight = _grad_weight(ctx, grad, whole, scale, x_scale)
         grad_bias = grad.flatten(0, -2).sum(0) if need_bias else None
         if scatter is not None:
             grad_x = scatter.wait()
         if reduction is not None:
             reduction.wait()
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _grad_weight(ctx: Any, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
+    """The weight's gradient; where its sum takes products, they go there at once."""
+    if ctx.total is None or ctx.products.scaled:
+        return ctx.products.grad_weight(grad, x, *scales)
+    return ctx.total.add_product(grad.flatten(0, -2).mT, x.flatten(0, -2))
 
 
 class _ScatteredProduct(torch.autograd.Function):
@@ -283,6 +297,7 @@ class _ScatteredProduct(torch.autograd.Function):
         scales = products.scale(x), products.scale(weight)
         ctx.save_for_backward(weight, *scales, *kept.inputs)
         ctx.products, ctx.tp, ctx.again, ctx.shape = products, tp, kept.function, x.shape
+        ctx.total = gradient_sum(weight)
         scatter = collectives.start_reduce_scatter((*x.shape[:2], weight.shape[0]), x, tp)
         for rows in collectives.pieces(x.shape[0], tp):
             scatter.start(rows, products.output(x[rows], weight, None, *scales))
@@ -304,7 +319,7 @@ class _ScatteredProduct(torch.autograd.Function):
         grad_weight = None
         if need_weight:
             x = ctx.again(*inputs)
-            grad_weight = products.grad_weight(gather.wait(), x, scale, x_scale)
+            grad_weight = _grad_weight(ctx, gather.wait(), x, scale, x_scale)
         return grad_x, grad_weight, None, None, None
 
 

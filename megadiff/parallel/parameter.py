@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -100,6 +100,23 @@ def record_of(parameter: nn.Parameter) -> ParameterRecord:
 def set_record(parameter: nn.Parameter, record: ParameterRecord) -> None:
     """Replace the record, as pipeline stages do for the second holder of a tied embedding."""
     parameter.megadiff_record = record  # type: ignore[attr-defined]
+
+
+class GradientSum(Protocol):
+    """Where the gradients of a parameter are summed, in a wider type than its own."""
+
+    gradient: torch.Tensor
+    added: bool  # the gradient that autograd is about to have is in the sum already
+
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Add a @ b, not rounded in between. What autograd gets instead has no meaning."""
+        ...
+
+
+def gradient_sum(parameter: torch.Tensor) -> GradientSum | None:
+    """Where products add to the gradient of `parameter`, if it has such a place."""
+    reference: Any = getattr(parameter, "megadiff_gradient_sum", None)
+    return None if reference is None else reference()
 
 
 def local_view(tensor: torch.Tensor, section: Section, dim: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megadiff.config import Config
 from megadiff.data.loader import sample_numbers
 from megadiff.parallel.mesh import ParallelMesh, gather_objects
+from megadiff.parallel.parameter import gradient_sum
 from megadiff.training.data import Batches, sample_ids
 from megadiff.training.errors import NotFiniteError
 from megadiff.training.metrics import Outcome
@@ -90,9 +91,13 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
 
     def watch_parameter(parameter: nn.Parameter, name: str, stage: int) -> None:
         micro_batches = count()  # it gets one gradient from each
-        hooks.enter_context(
-            parameter.register_hook(lambda g: look(g, name, stage, next(micro_batches), True))
-        )
+
+        def before_accumulation(gradient: Tensor) -> None:
+            total = gradient_sum(parameter)
+            seen = total.gradient if total is not None and total.added else gradient
+            look(seen, name, stage, next(micro_batches), True)
+
+        hooks.enter_context(parameter.register_hook(before_accumulation))
 
     with hooks:
         for number, chunk in enumerate(chunks):

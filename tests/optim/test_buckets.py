@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -6,6 +8,8 @@ from torch import nn
 from megadiff.config import OptimizerConfig
 from megadiff.optim.buckets import Buckets
 from megadiff.optim.optimizer import Optimizer
+from megadiff.parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
+from megadiff.parallel.mesh import ParallelMesh
 from megadiff.parallel.parameter import (
     Init,
     Section,
@@ -15,6 +19,7 @@ from megadiff.parallel.parameter import (
     record_of,
     set_record,
 )
+from megadiff.parallel.recompute import recomputed
 from tests.distributed import run_distributed
 from tests.optim.toy import Toy
 
@@ -60,6 +65,69 @@ def test_old_gradients_are_forgotten(dtype: torch.dtype) -> None:
         buckets.finish()
         sums = {name: slot.gradient.sum().item() for name, slot in slots.items()}
         assert sums == {name: len(slots[name].gradient) * (name == used) for name in slots}
+
+
+def two_layers(dtype: torch.dtype, device: str = "cpu") -> nn.Sequential:
+    mesh, init = ParallelMesh(), Init(0.1)
+    factory = {"dtype": dtype, "device": device}
+    up = ColumnParallelLinear(8, [Output("o", 12, 1, init)], mesh, "up", bias=True, **factory)
+    down = RowParallelLinear(12, 4, 1, mesh, "down", init=init, **factory)
+    model = nn.Sequential(up, down)
+    initialize(model, seed=1)
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_gradients_are_added_without_rounding(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, recompute: bool
+) -> None:
+    """Products of 16-bit numbers are exact in float32; only their sums of 3 x 32 are rounded, on a
+    GPU perhaps towards zero."""
+    fill = partial(torch.full_like, fill_value=torch.nan)
+    monkeypatch.setattr(torch, "empty_like", fill)  # what autograd gets instead is never used
+    model = two_layers(dtype, device)
+    buckets = Buckets(model.named_parameters())
+    slots = {slot.name: slot for slot in buckets.buckets[0].slots}
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"0.weight": [], "1.weight": []}
+    for name, layer in model.named_children():
+        layer.register_full_backward_hook(
+            lambda layer, _, grads, name=name: seen[f"{name}.weight"].append((grads[0], layer.x))
+        )
+        layer.register_forward_pre_hook(lambda layer, inputs: setattr(layer, "x", inputs[0]))
+    for step in range(2):
+        buckets.zero(3)
+        for operands in seen.values():
+            operands.clear()
+        for micro_batch in range(3):
+            generator = torch.Generator().manual_seed(10 * step + micro_batch)
+            x = torch.randn(2, 16, 8, generator=generator).to(device, dtype).requires_grad_()
+            y = recomputed(model, x) if recompute else model(x)
+            y.backward(torch.randn(2, 16, 4, generator=generator).to(y))
+        buckets.finish()
+        for name, operands in seen.items():
+            pairs = [(g.flatten(0, 1).double().T, x.flatten(0, 1).double()) for g, x in operands]
+            assert len(pairs) == 3
+            wanted = sum(g @ x for g, x in pairs)
+            room = sum(g.abs() @ x.abs() for g, x in pairs) * 3 * 32 * 2**-23
+            assert ((slots[name].gradient - wanted).abs() <= room).all()
+            assert slots[name].parameter.grad is None
+        bias = slots["0.bias"].gradient
+        wanted = sum(g.flatten(0, 1).double().sum(0) for g, _ in seen["0.weight"])
+        torch.testing.assert_close(bias.double(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_a_model_goes_on_without_its_optimizer() -> None:
+    model, wide = two_layers(torch.bfloat16), two_layers(torch.float32)
+    buckets = Buckets(model.named_parameters())
+    buckets.zero(1)
+    del buckets
+    for m, dtype in ((model, torch.bfloat16), (wide, torch.float32)):
+        m(torch.ones(1, 2, 8, dtype=dtype)).sum().backward()
+    for p, w in zip(model.parameters(), wide.parameters(), strict=True):
+        assert p.grad is not None and w.grad is not None
+        torch.testing.assert_close(p.grad.float(), w.grad, rtol=0.02, atol=0.01)
 
 
 def one_backward_too_many() -> None:

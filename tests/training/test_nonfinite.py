@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config import Config
+from megadiff.optim.buckets import Buckets
+from megadiff.parallel.linear import RowParallelLinear
 from megadiff.parallel.mesh import ParallelMesh
+from megadiff.parallel.parameter import Init, initialize
 from megadiff.parallel.recompute import recomputed
 from megadiff.training import nonfinite
 from megadiff.training.metrics import Outcome
@@ -80,6 +83,23 @@ def test_the_micro_batch_is_the_right_one(
     (origin,) = origins
     assert (origin.backward, origin.micro_batch) == (way == "backward", broken)
     assert origin.module.startswith("layers.1")
+
+
+def test_a_weight_s_gradient_that_goes_straight_to_its_sum(monkeypatch) -> None:
+    """1e30 x 1e30 is more than float32 holds; the input's gradient, 1e30 x 1, is not."""
+    monkeypatch.setattr(torch, "empty_like", torch.ones_like)  # what autograd gets instead
+    factory = {"dtype": torch.bfloat16, "device": "cpu", "init": Init(mean=1.0)}
+    layer = RowParallelLinear(4, 4, 1, ParallelMesh(), "out", **factory)
+    initialize(layer, seed=0)
+    stage = nn.Sequential(layer)
+    buckets = Buckets(stage.named_parameters())
+    buckets.zero(3)
+    with watch_modules([stage], ParallelMesh()) as origins:
+        for x in (1.0, 1e30, 1.0):
+            y = stage(torch.full((1, 2, 4), x, dtype=torch.bfloat16, requires_grad=True))
+            y.backward(torch.full_like(y, x))
+    (origin,) = origins
+    assert (origin.backward, origin.micro_batch, origin.module) == (True, 1, "0.weight")
 
 
 def test_a_full_disk_does_not_hide_what_ends_the_run(
