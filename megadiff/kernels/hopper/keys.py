@@ -456,12 +456,16 @@ def backward_keys(
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])
-def sum_parts(x, out, parts, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`[parts, rows, WIDTH]` float32 to `[rows, WIDTH]` in the type of `out`."""
+def sum_parts(dk_parts, dv_parts, dk, dv, parts, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Both `[parts, rows, WIDTH]` float32 to `[rows, WIDTH]` in the type of dk and dv."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None]
     at = row.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    total = tl.load(x + at, mask=inside, other=0.0)
-    for part in range(1, parts):
-        total += tl.load(x + part * rows.to(tl.int64) * WIDTH + at, mask=inside, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    of_k = tl.load(dk_parts + at, mask=inside, other=0.0)
+    of_v = tl.load(dv_parts + at, mask=inside, other=0.0)
+    for part in tl.range(1, parts):
+        to = part * rows.to(tl.int64) * WIDTH + at
+        of_k += tl.load(dk_parts + to, mask=inside, other=0.0)
+        of_v += tl.load(dv_parts + to, mask=inside, other=0.0)
+    tl.store(dk + at, of_k.to(dk.dtype.element_ty), mask=inside)
+    tl.store(dv + at, of_v.to(dv.dtype.element_ty), mask=inside)

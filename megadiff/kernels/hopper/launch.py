@@ -119,11 +119,12 @@ def _parts(programs: int, pairs: int, causal: bool) -> int:
     return next((n for n in divisors if n * programs >= enough), pairs)
 
 
-def _sum(x: Tensor, out: Tensor) -> Launch:
-    """Of x over its first dim."""
-    width = out.shape[-1]
-    rows, at_once = out.numel() // width, 2048 // width
-    arguments = {"x": x, "out": out, "parts": x.shape[0], "rows": rows}
+def _sums(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> Launch:
+    """Over the first dim; V1's two keys of d columns are as wide as its value of 2 d."""
+    width = dk.shape[-1]
+    rows, at_once = dk.numel() // width, 2048 // width
+    arguments = {"dk_parts": dk_parts, "dv_parts": dv_parts, "dk": dk, "dv": dv}
+    arguments |= {"parts": len(dk_parts), "rows": rows}
     constants = {"ROWS": at_once, "WIDTH": width}
     return Launch(sum_parts, block_count(rows, at_once), arguments, constants, 4, 1)
 
@@ -170,7 +171,7 @@ def backward_launches(
     sums: list[Launch] = []
     if parts > 1:
         dk_out, dv_out = (lse.new_empty((parts, *x.shape)) for x in (dk, dv))
-        sums = [_sum(dk_out, dk), _sum(dv_out, dv)]
+        sums = [_sums(dk_out, dv_out, dk, dv)]
     for_keys = {
         "q_desc": _descriptor(q, keys.queries),
         "g_desc": _descriptor(g, keys.queries),
