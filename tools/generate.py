@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch.distributed as dist
 
 from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
@@ -25,6 +24,7 @@ from megadiff.config.validate_split import validate_split
 from megadiff.data.tokenizers import Tokenizer, TokenizerSettings
 from megadiff.models.decoder import Decoder
 from megadiff.models.generation import Sampling, generate
+from megadiff.parallel.failure import leave
 from megadiff.training.checkpointing import saved_config
 from megadiff.training.errors import run
 from megadiff.training.setup import Environment, start, world_size
@@ -81,8 +81,7 @@ def main(words: list[str]) -> None:
                 print(json.dumps({"prompt": text, "text": whole, "tokens": output}))
             else:
                 print(f"{whole}\n{'-' * 80}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 def load_model(arguments: argparse.Namespace) -> tuple[Config, Environment, Decoder]:

@@ -2,14 +2,13 @@
 
 A rank that fails leaves its number in the store that the ranks met at. A thread of every rank looks
 there, and ends its process a few seconds later; in between, a rank whose own collective failed
-tells so itself.
+tells so itself. The store may lie on rank 0, and be gone with it.
 """
 
 import contextlib
 import os
 import sys
 import threading
-import time
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -17,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 _KEY = "megadiff/failed_rank"
 _PERIOD = 2.0  # seconds between looks
 _GRACE = 3.0  # seconds from seeing a failure to ending
+_left = threading.Event()
 
 
 def announce_failure() -> None:
@@ -33,15 +33,23 @@ def end_when_others_fail() -> None:
     rank = dist.get_rank()
 
     def watch() -> None:
-        while True:
-            time.sleep(_PERIOD)
-            try:
-                failed = int(store.get(_KEY)) if store.check([_KEY]) else None
-            except Exception:  # the launcher is gone, or the run is at its end
-                return
-            if failed is not None and failed != rank:
-                time.sleep(_GRACE)
-                print(f"rank {rank} ends because rank {failed} failed", file=sys.stderr, flush=True)
+        reason = None
+        while not _left.wait(_PERIOD if reason is None else _GRACE):
+            if reason is not None:
+                print(f"rank {rank} ends because {reason}", file=sys.stderr, flush=True)
                 os._exit(1)
+            try:
+                failed = int(store.get(_KEY)) if store.check([_KEY]) else rank
+            except Exception:
+                reason = "the store that the ranks met at is gone, and rank 0 or the launcher"
+            else:
+                reason = f"rank {failed} failed" if failed != rank else None
 
     threading.Thread(target=watch, name="failure watch", daemon=True).start()
+
+
+def leave() -> None:
+    """End the process groups, if any: others may end before this rank from here on."""
+    _left.set()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -4,8 +4,6 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.storage import read_metadata
@@ -14,6 +12,7 @@ from megadiff.models.flops import ModelSize, model_size, whole_model
 from megadiff.models.memory import Memory
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
+from megadiff.parallel.failure import leave
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import RunData, build_data, set_vocabulary
@@ -33,8 +32,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv)
     validate(config, world_size())
     pretrain(config)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 def pretrain(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 failing_run.py raise   rank 1 raises while rank 0 waits for it in a collective
 failing_run.py block   rank 1 raises while rank 0 waits for something that never ends
+failing_run.py first   the same with rank 0, on which the ranks' store lies
 failing_run.py hang    rank 1 stops answering
 
 A second argument, cuda, runs it on two GPUs; copies, too, with tensor parallelism by copy engines
@@ -28,16 +29,17 @@ def main(argv: list[str]) -> None:
     if how == "hang":
         # NCCL connects at the first message, which takes seconds
         config.parallel.distributed_timeout_minutes = 0.25 if device == "cuda" else 0.05
+    failing = 0 if how == "first" else 1
     env = start(config)
     engine = NativeEngine(config, env)
     with StopRequests.install(config.training):  # torchrun's signal alone does not end a rank
         for step in range(3):
-            if step == 2 and env.mesh.rank == 1:
+            if step == 2 and env.mesh.rank == failing:
                 print(f"failing at {time.time():.2f}", flush=True)
                 if how == "hang":
                     time.sleep(600 if device == "cuda" else 15)
-                raise RuntimeError("injected on rank 1")
-            while step == 2 and how == "block":
+                raise RuntimeError(f"injected on rank {failing}")
+            while step == 2 and how in ("block", "first"):
                 time.sleep(1)
             engine.forward_backward(micro_batches_of(cell, step, 0), 50)
             engine.step(0.01, 0.1).grad_norm.item()  # waits for the device, as a log line does

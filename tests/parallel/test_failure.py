@@ -45,6 +45,13 @@ def test_an_exception_on_one_rank_ends_all(how):
     assert ("rank 0 ends because rank 1 failed" in output) == (how == "block")
 
 
+def test_a_first_rank_that_fails_takes_the_ranks_store_with_it():
+    output, seconds = launch("first")
+    assert seconds < 30  # after which the launcher kills rank 1
+    assert output[: output.index("Traceback")].endswith("rank 0: ")
+    assert "rank 1 ends because" in output
+
+
 @pytest.mark.slow
 def test_a_hang_is_reported_with_rank_and_collective():
     output, _ = launch("hang")
