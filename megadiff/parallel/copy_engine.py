@@ -58,7 +58,7 @@ class PeerMemory:
         self._equal = int(flags.CU_STREAM_WAIT_VALUE_EQ)
         if _can_flush(driver):  # what was written before the number is seen after the wait
             self._equal |= int(flags.CU_STREAM_WAIT_VALUE_FLUSH)
-        self.to_peers, self.to_itself = torch.cuda.Stream(), torch.cuda.Stream()
+        self.to_peers = torch.cuda.Stream()
         self._ready = torch.cuda.Event()
         # The numbers 1 and 2 tell a message from the one before it in the same buffer. Copy engines
         # write them too, from here; behind the last piece for all that are left: none grows old.
@@ -89,13 +89,12 @@ class PeerMemory:
         """Copies that start from here on wait for what the current stream has to do until now."""
         self._ready.record()
         self.to_peers.wait_event(self._ready)
-        self.to_itself.wait_event(self._ready)
 
     def write(
-        self, peer: int, to: int, pitch: int, source: int, source_pitch: int, width: int, rows: int
+        self, to: int, pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
         """`rows` of `width` bytes, which begin every `pitch` and `source_pitch` bytes."""
-        stream = self._stream(peer)
+        stream = self.to_peers.cuda_stream
         if rows > 1 and max(pitch, source_pitch) < 2**31:
             copy = (to, pitch, source, source_pitch, width, rows)
             _check(self._copy_rows(*copy, self._kind, stream))
@@ -109,16 +108,13 @@ class PeerMemory:
         """Write `number` behind `pieces` of this rank's message to `peer`."""
         to = self._flag(peer, slot, self.rank, pieces.start)
         source = self._numbers.data_ptr() + 4 * PIECES * (number - 1)
-        _check(self._copy(to, source, 4 * len(pieces), self._kind, self._stream(peer)))
+        _check(self._copy(to, source, 4 * len(pieces), self._kind, self.to_peers.cuda_stream))
 
     def wait_for(self, source: int, slot: int, piece: int, number: int) -> None:
         """The current stream goes on when `source` has written a piece to this rank."""
         address = self._flag(self.rank, slot, source, piece)
         stream = torch.cuda.current_stream().cuda_stream
         _check(self._wait(stream, address, number, self._equal))
-
-    def _stream(self, peer: int) -> int:
-        return (self.to_itself if peer == self.rank else self.to_peers).cuda_stream
 
     def _flag(self, reader: int, slot: int, writer: int, piece: int) -> int:
         return self._flags.addresses[reader] + 4 * ((slot * self.size + writer) * PIECES + piece)
@@ -153,8 +149,7 @@ class _Message:
         self._bases = [address + begin for address in peers.buffers.addresses]
         self.buffer = peers.buffers.memory[begin : begin + size].view(dtype).view(*shape)
         self._pieces = 0
-        self._to_peers = torch.cuda.Event()
-        self._to_itself: list[torch.cuda.Event] = []  # of each piece
+        self._sent = torch.cuda.Event()
 
     def send(
         self, sources: Mapping[int, int], to: int, pitch: int, source_pitch: int, width: int,
@@ -164,25 +159,19 @@ class _Message:
         peers = self.peers
         pieces = range(self._pieces, PIECES if last else self._pieces + 1)
         for peer, source in sources.items():
-            peers.write(peer, self._bases[peer] + to, pitch, source, source_pitch, width, rows)
-            if peer == peers.rank:  # which needs no number
-                self._to_itself.append(torch.cuda.Event())
-                self._to_itself[-1].record(peers.to_itself)
-            else:
-                peers.raise_flags(peer, self._slot, pieces, self._number)
-        self._to_peers.record(peers.to_peers)
+            peers.write(self._bases[peer] + to, pitch, source, source_pitch, width, rows)
+            peers.raise_flags(peer, self._slot, pieces, self._number)
+        self._sent.record(peers.to_peers)
         self._pieces += 1
 
     def arrive(self, piece: int) -> None:
-        """The current stream goes on when `piece` is here from all ranks."""
+        """The current stream goes on when `piece` is here from all others."""
         for source in self.peers.others:
             self.peers.wait_for(source, self._slot, piece, self._number)
-        if self._to_itself:
-            torch.cuda.current_stream().wait_event(self._to_itself[piece])
 
     def finish(self) -> None:
         """After the last piece: the current stream may free and change what was sent."""
-        torch.cuda.current_stream().wait_event(self._to_peers)
+        torch.cuda.current_stream().wait_event(self._sent)
         self.progress.finished = True
 
 
@@ -199,11 +188,12 @@ class Gather(_Message):
         peers.copies_wait()
         for rows in pieces:
             source = self._x.data_ptr() + rows.start * width
-            ranks = [*peers.others, peers.rank]
-            sources = dict(zip(ranks, [source] * peers.size, strict=True))
+            sources = dict.fromkeys(peers.others, source)
             to = (rows.start * peers.size + peers.rank) * width
             count, last = rows.stop - rows.start, rows.stop == b
             self.send(sources, to, peers.size * width, width, width, count, last)
+        # by a kernel, while nothing has arrived: a copy engine takes as long as for a peer's part
+        self.buffer.view(b, peers.size, s, *rest)[:, peers.rank].copy_(self._x)
 
     def wait(self, rows: slice | None = None) -> Tensor:
         rows = rows or slice(0, self.buffer.shape[0])

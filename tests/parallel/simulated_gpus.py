@@ -67,7 +67,7 @@ class SimulatedPeers(PeerMemory):
         self.others = [*range(rank + 1, self.size), *range(rank)]
         self._kind, self._equal = 0, 0
         self._copy_rows, self._copy, self._wait = copy_rows, copy, wait
-        self.to_peers, self.to_itself = Stream(), Stream()  # type: ignore[assignment]
+        self.to_peers = Stream()  # type: ignore[assignment]
         self._ready = Event()  # type: ignore[assignment]
         self._numbers = torch.arange(1, 3, dtype=torch.int32).repeat_interleave(PIECES)
         self._flags, self.buffers = (  # type: ignore[assignment]

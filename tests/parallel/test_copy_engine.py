@@ -156,7 +156,7 @@ def simulate(ranks: int, order: list[str], seed: int) -> list[str]:
         axis = Axis(rank=peers.rank, size=ranks, peers=peers)
         with OnStream():
             kept += messages_of(axis, order, seed, errors)
-        streams += [Stream.current, peers.to_peers, peers.to_itself]
+        streams += [Stream.current, peers.to_peers]
     run(streams, seed)
     return errors
 
