@@ -1,18 +1,24 @@
 """A whole run, from its configuration to its end."""
 
+import json
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from megadiff.checkpoint.manager import CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.storage import read_metadata
 from megadiff.config import CheckpointConfig, Config, load_config, to_yaml, validate
+from megadiff.data.cache import digest
+from megadiff.data.indexed_dataset import DataError
 from megadiff.models.flops import ModelSize, model_size, whole_model
 from megadiff.models.memory import Memory
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
 from megadiff.parallel.failure import leave
+from megadiff.parallel.mesh import gather_objects
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
 from megadiff.training.data import RunData, build_data, set_vocabulary
@@ -51,6 +57,7 @@ def pretrain(config: Config) -> str:
     memory = check_sizes(config, world_size(), pick_device(config))
     env = start(config)
     data = build_data(config, env.mesh.dp, eod, pin_memory=env.device.type == "cuda")
+    need_the_same_data(data, env)
     saved = checkpointing.find(config, env)
     with ExitStack() as stack:
         stack.callback(data.train.close)
@@ -110,6 +117,18 @@ def pretrain(config: Config) -> str:
             manager.wait()
         log.line(f" ended at iteration {progress.iteration}: {reason}")
     return reason
+
+
+def need_the_same_data(data: RunData, env: Environment) -> None:
+    """Raises DataError on all ranks where one reads other data, as from an old copy of them."""
+    text = json.dumps(data.identity).encode()
+    first, *others = gather_objects(digest(np.frombuffer(text, np.uint8)), env.control)
+    different = [rank for rank, found in enumerate(others, 1) if found != first]
+    if different:
+        raise DataError(
+            f"rank {different[0]} reads other data than rank 0, and so do {len(different) - 1} "
+            "more: their files or their contents differ"
+        )
 
 
 def open_manager(

@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megadiff.config import Config, ConfigError, ParallelConfig
+from megadiff.config import Config, ConfigError, ParallelConfig, to_dict
+from megadiff.config.require import flag
 from megadiff.models.memory import message_bytes
 from megadiff.parallel.failure import end_when_others_fail
-from megadiff.parallel.mesh import ParallelMesh, build_mesh
+from megadiff.parallel.mesh import ParallelMesh, build_mesh, gather_objects
+
+_PLACES = ("_path", "_dir", "_file", "_model", "_sets", "_config", "save", "load")
+"""How names of options end that are files and folders."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def world_size() -> int:
 def start(config: Config) -> Environment:
     """Pick the device, start the process groups and seed every generator.
 
-    Raises ConfigError when what is asked for is not there.
+    Raises ConfigError when what is asked for is not there, or not the same on all ranks.
     """
     device = pick_device(config)
     parallel = config.parallel
@@ -81,6 +85,7 @@ def start(config: Config) -> Environment:
             control = dist.group.WORLD
         else:
             control = dist.new_group(timeout=timeout, backend="gloo")
+    _need_one_configuration(config, control)
     tp, groups = parallel.tensor_model_parallel_size, config.model.query_groups
     mesh = build_mesh(
         tensor=tp,
@@ -97,6 +102,26 @@ def start(config: Config) -> Environment:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return Environment(mesh, device, getattr(torch, config.training.dtype), control)
+
+
+def _need_one_configuration(config: Config, control: dist.ProcessGroup | None) -> None:
+    """Raises ConfigError on all ranks where the options of one are not rank 0's.
+
+    Machines may keep the same things in different places.
+    """
+    options = {
+        name: bool(value) if name.endswith(_PLACES) else value
+        for section in to_dict(config).values()
+        for name, value in section.items()
+    }
+    first, *others = gather_objects(options, control)
+    for rank, theirs in enumerate(others, 1):
+        different = [flag(name) for name in options if theirs[name] != first[name]]
+        if different:
+            raise ConfigError(
+                f"rank {rank} was started with another configuration than rank 0: "
+                f"{', '.join(different)} differ"
+            )
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -1,6 +1,7 @@
 """What a launcher's variables and a split's groups must be."""
 
 import pytest
+import torch.distributed as dist
 
 from megadiff.config import (
     Config,
@@ -10,8 +11,10 @@ from megadiff.config import (
     TrainingConfig,
     validate,
 )
+from megadiff.training.errors import USER_ERRORS
 from megadiff.training.setup import start, world_size
 from tests.distributed import run_distributed
+from tests.training.small import flags, train, write_data
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,34 @@ def tensor_ranks_of_a_delta_model() -> int:
 def test_query_groups_do_not_matter_without_attention():
     """Two groups and five ranks, of which neither divides the other."""
     assert run_distributed(5, tensor_ranks_of_a_delta_model) == [1] * 5
+
+
+def train_with(words: dict[int, list[str]], argv: list[str]) -> str:
+    """What ends a run whose ranks have further flags of their own; nothing may."""
+    try:
+        return train([*argv, *words.get(dist.get_rank(), [])])
+    except USER_ERRORS as error:
+        return str(error)
+
+
+def test_ranks_with_different_options_are_refused(tmp_path):
+    """They would train on, each with its own, or wait for each other in vain."""
+    argv = flags(write_data(tmp_path))
+    for words in (["--lr", "0.02"], ["--tensor-model-parallel-size", "2"], ["--log-interval", "3"]):
+        for told in run_distributed(2, train_with, {1: words}, argv):
+            assert told == (
+                f"rank 1 was started with another configuration than rank 0: {words[0]} differ"
+            )
+
+
+def test_ranks_may_find_the_same_data_in_different_places(tmp_path):
+    """And are refused where one has other data."""
+    places = [tmp_path / name for name in ("here", "there", "old")]
+    for seed, place in enumerate(places):
+        place.mkdir()
+        write_data(place, seed=seed // 2)
+    here, there, old = (str(place / "data") for place in places)
+    moved = {1: ["--data-path", there]}
+    assert run_distributed(2, train_with, moved, flags(here)) == ["finished"] * 2
+    for told in run_distributed(2, train_with, {1: ["--data-path", old]}, flags(here)):
+        assert told.startswith("rank 1 reads other data than rank 0")
