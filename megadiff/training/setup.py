@@ -119,8 +119,7 @@ def _need_one_configuration(config: Config, control: dist.ProcessGroup | None) -
         different = [flag(name) for name in options if theirs[name] != first[name]]
         if different:
             raise ConfigError(
-                f"rank {rank} was started with another configuration than rank 0: "
-                f"{', '.join(different)} differ"
+                f"rank {rank} was started with other options than rank 0: {', '.join(different)}"
             )
 
 
