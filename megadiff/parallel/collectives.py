@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from megadiff.parallel import copy_engine
+from megadiff.parallel.copy_engine import Part, cut
 from megadiff.parallel.mesh import Axis
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
@@ -20,58 +21,54 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def pieces(batch: int, axis: Axis) -> list[slice]:
-    """The sequences of a batch in parts: one travels while another is computed."""
-    n = min(batch, 2)
-    if axis.peers is not None:  # more of them hide more; a product is slow on less than two
-        n = max(n, min(batch // 2, copy_engine.PIECES))
-    return [slice(batch * i // n, batch * (i + 1) // n) for i in range(n)]
-
-
 def start_gather(
-    x: Tensor, axis: Axis, pieces: Sequence[slice] | None = None
+    x: Tensor, axis: Axis, *, whole: bool = False
 ) -> "PendingGather | copy_engine.Gather":
-    """All-gather along dim 1 for a product: read it before the second message after this one."""
-    pieces = pieces or [slice(0, x.shape[0])]
+    """All-gather along dim 1 for products of its `parts`, or of the `whole` only.
+
+    Read it before the second message after this one.
+    """
     if axis.peers is not None:
-        return copy_engine.Gather(x, axis.peers, pieces)
-    return PendingGather(x, axis, pieces)
+        return copy_engine.Gather(x, axis.peers, whole)
+    return PendingGather(x, axis, whole)
 
 
 def start_reduce_scatter(
     shape: Sequence[int], like: Tensor, axis: Axis
 ) -> "PendingReduceScatter | copy_engine.ReduceScatter":
-    """Sums over ranks along dim 1, of parts that are ready one after the other."""
+    """Sums over ranks along dim 1, of parts that products make one after the other."""
     if axis.peers is not None:
         return copy_engine.ReduceScatter(shape, like, axis.peers)
     return PendingReduceScatter(shape, like, axis)
 
 
 class PendingGather:
-    """An all-gather along dim 1 that has been started; `wait` gives the whole tensor, or `rows`.
+    """An all-gather along dim 1 that has been started; `wait` gives one of its `parts`, or all.
 
-    `pieces` are the rows (sequences) that travel together, on a GPU in one launch; each sequence
-    arrives where it belongs.
+    The sequences of a part travel together, on a GPU in one launch; each arrives where it belongs.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, pieces: Sequence[slice] | None = None) -> None:
+    def __init__(self, x: Tensor, axis: Axis, whole: bool = True) -> None:
         assert axis.group is not None
-        self.pieces = pieces or [slice(0, x.shape[0])]
+        self.parts = _parts(len(x), 1 if whole else 2)
         self._x = x.contiguous()
         self._whole = x.new_empty((x.shape[0], axis.size * x.shape[1], *x.shape[2:]))
         self._running = [
-            _start_gathers(list(self._whole[rows]), list(self._x[rows]), axis.group)
-            for rows in self.pieces
+            _start_gathers(list(self._whole[part]), list(self._x[part]), axis.group)
+            for part in self.parts
         ]
 
-    def wait(self, rows: slice | None = None) -> Tensor:
-        rows = rows or slice(0, self._whole.shape[0])
-        arrived = len(self.pieces) - len(self._running)
-        for piece in self.pieces[arrived:]:
-            if piece.start < rows.stop:
-                for work in self._running.pop(0):
-                    work.wait()
-        return self._whole[rows]
+    def wait(self, part: Part | None = None) -> Tensor:
+        wanted = len(self.parts) if part is None else 1 + self.parts.index(part)
+        while len(self.parts) - len(self._running) < wanted:
+            for work in self._running.pop(0):
+                work.wait()
+        return self._whole if part is None else self._whole[part]
+
+
+def _parts(batch: int, count: int) -> list[Part]:
+    """Whole sequences, in at most `count` runs."""
+    return [Part(rows, slice(None)) for rows in cut(batch, min(batch, count))]
 
 
 def _start_gathers(whole: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> list[Any]:
@@ -93,20 +90,22 @@ def _start_gathers(whole: list[Tensor], parts: list[Tensor], group: dist.Process
 class PendingReduceScatter:
     """Sums over ranks of `[b, s, ...]`, of which this one keeps `[b, s / n, ...]`.
 
-    `start` takes the rows (sequences) as they are ready, `wait` gives the sums.
+    `start` takes the next of `parts` when it is ready, `wait` gives the sums.
     """
 
     def __init__(self, shape: Sequence[int], like: Tensor, axis: Axis) -> None:
         assert axis.group is not None
         self._group = axis.group
+        self.parts = _parts(shape[0], 2)
         self._out = like.new_empty((shape[0], shape[1] // axis.size, *shape[2:]))
         self._running: list[tuple[Tensor, Any]] = []
 
-    def start(self, rows: slice, x: Tensor) -> None:
+    def start(self, part: Part, x: Tensor) -> None:
         x = x.contiguous()
         options = ReduceScatterOptions()
         options.asyncOp = True
-        work = self._group.reduce_scatter_tensor_coalesced(list(self._out[rows]), list(x), options)
+        outs = list(self._out[part])
+        work = self._group.reduce_scatter_tensor_coalesced(outs, list(x), options)
         self._running.append((x, work))
 
     def wait(self) -> Tensor:
@@ -118,7 +117,7 @@ class PendingReduceScatter:
 
 def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     scatter = PendingReduceScatter(x.shape, x, axis)
-    scatter.start(slice(0, x.shape[0]), x)
+    scatter.start(Part(slice(None), slice(None)), x)
     return scatter.wait()
 
 

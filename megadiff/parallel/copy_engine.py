@@ -4,6 +4,10 @@ NCCL copies with the multiprocessors that a product fills, so that one waits for
 engines need none: every rank writes into the memory of the others (torch's symmetric memory) and
 then a number behind it, for which the reader's stream waits without a kernel.
 
+What a rank has itself needs no message. A product starts with this rank's part of a gathered
+sequence while the parts of others arrive, and ends with this rank's part of a sum while those of
+others travel.
+
 All ranks of the axis start the same messages in the same order. Each goes into one of `SLOTS`
 buffers of its reader, in turn. No rank asks before it writes into one again, because
 
@@ -15,9 +19,9 @@ buffers of its reader, in turn. No rank asks before it writes into one again, be
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,23 @@ from torch import Tensor
 
 SLOTS = 4
 PIECES = 4  # of a message, at most; each with a number behind it
+
+
+class Part(NamedTuple):
+    """Of `[b, s, ...]`: what one product reads or makes, `x[part]`."""
+
+    rows: slice
+    tokens: slice
+
+
+def cut(batch: int, count: int) -> list[slice]:
+    """The sequences of a batch in `count` runs."""
+    return [slice(batch * i // count, batch * (i + 1) // count) for i in range(count)]
+
+
+def count_of(batch: int) -> int:
+    """Pieces: more of them hide more, and a product is slow on less than two sequences."""
+    return max(min(batch, 2), min(batch // 2, PIECES))
 
 
 class _Shared:
@@ -138,9 +159,17 @@ class _Progress:
 
 
 class _Message:
-    """One message of `shape` to every rank, which goes in pieces of whole sequences."""
+    """One message of `shape` to every other rank, in pieces of whole sequences, of which each rank
+    has `local` tokens."""
 
-    def __init__(self, peers: PeerMemory, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        peers: PeerMemory,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        pieces: list[slice],
+        local: int,
+    ) -> None:
         self.peers, self.progress = peers, _Progress()
         size = torch.Size(shape).numel() * dtype.itemsize
         index = peers.begin(self, size)
@@ -148,21 +177,27 @@ class _Message:
         begin = self._slot * peers.slot_bytes
         self._bases = [address + begin for address in peers.buffers.addresses]
         self.buffer = peers.buffers.memory[begin : begin + size].view(dtype).view(*shape)
-        self._pieces = 0
         self._sent = torch.cuda.Event()
+        self.pieces, rank, n = pieces, peers.rank, peers.size
+        self.own = Part(slice(0, pieces[-1].stop), slice(rank * local, (rank + 1) * local))
+        before, after = slice(0, rank * local), slice((rank + 1) * local, n * local)
+        sides = [side for side in (before, after) if side.stop > side.start]
+        self.others = [Part(rows, side) for rows in self.pieces for side in sides]
 
     def send(
-        self, sources: Mapping[int, int], to: int, pitch: int, source_pitch: int, width: int,
-        rows: int, last: bool,
-    ) -> None:  # fmt: skip
-        """The next piece: to offset `to` of each rank of `sources`, from the address there."""
-        peers = self.peers
-        pieces = range(self._pieces, PIECES if last else self._pieces + 1)
-        for peer, source in sources.items():
-            peers.write(self._bases[peer] + to, pitch, source, source_pitch, width, rows)
-            peers.raise_flags(peer, self._slot, pieces, self._number)
-        self._sent.record(peers.to_peers)
-        self._pieces += 1
+        self, piece: int, peer: int, source: int, to: int, pitch: int, source_pitch: int, width: int
+    ) -> None:
+        """A piece, from the address `source` to the offset `to` of a rank."""
+        rows = self.pieces[piece]
+        count = rows.stop - rows.start
+        self.peers.write(self._bases[peer] + to, pitch, source, source_pitch, width, count)
+        last = piece == len(self.pieces) - 1
+        pieces = range(piece, PIECES if last else piece + 1)
+        self.peers.raise_flags(peer, self._slot, pieces, self._number)
+
+    def sent(self) -> None:
+        """All is on its way."""
+        self._sent.record(self.peers.to_peers)
 
     def arrive(self, piece: int) -> None:
         """The current stream goes on when `piece` is here from all others."""
@@ -179,30 +214,37 @@ class Gather(_Message):
     """`collectives.PendingGather` by copy engines. What it gives is memory of `peers`, which is
     written over when the second message after it starts: do not keep it."""
 
-    def __init__(self, x: Tensor, peers: PeerMemory, pieces: Sequence[slice]) -> None:
+    def __init__(self, x: Tensor, peers: PeerMemory, whole: bool) -> None:
         b, s, *rest = x.shape
         self._x = x.contiguous()
-        super().__init__(peers, (b, peers.size * s, *rest), x.dtype)
-        self.pieces, self._arrived = pieces, 0
+        pieces = cut(b, 1 if whole else count_of(b))
+        super().__init__(peers, (b, peers.size * s, *rest), x.dtype, pieces, s)
+        self.parts = [self.own, *self.others]
+        self._arrived = 0
         width = self._x[0].numel() * x.dtype.itemsize
         peers.copies_wait()
-        for rows in pieces:
+        for piece, rows in enumerate(self.pieces):
             source = self._x.data_ptr() + rows.start * width
-            sources = dict.fromkeys(peers.others, source)
             to = (rows.start * peers.size + peers.rank) * width
-            count, last = rows.stop - rows.start, rows.stop == b
-            self.send(sources, to, peers.size * width, width, width, count, last)
-        # by a kernel, while nothing has arrived: a copy engine takes as long as for a peer's part
-        self.buffer.view(b, peers.size, s, *rest)[:, peers.rank].copy_(self._x)
+            for peer in peers.others:
+                self.send(piece, peer, source, to, peers.size * width, width, width)
+        self.sent()
 
-    def wait(self, rows: slice | None = None) -> Tensor:
-        rows = rows or slice(0, self.buffer.shape[0])
-        while self._arrived < len(self.pieces) and self.pieces[self._arrived].start < rows.stop:
+    def wait(self, part: Part | None = None) -> Tensor:
+        """A part of `parts`, or all."""
+        if part is self.own:
+            return self._x
+        stop = self.own.rows.stop if part is None else part.rows.stop
+        while self._arrived < len(self.pieces) and self.pieces[self._arrived].start < stop:
             self.arrive(self._arrived)
             self._arrived += 1
             if self._arrived == len(self.pieces):
                 self.finish()
-        return self.buffer[rows]
+        if part is not None:
+            return self.buffer[part]
+        for x, row in zip(self._x, self.buffer[self.own], strict=True):  # plain copies are faster
+            row.copy_(x)
+        return self.buffer
 
 
 class ReduceScatter(_Message):
@@ -211,31 +253,38 @@ class ReduceScatter(_Message):
     def __init__(self, shape: Sequence[int], like: Tensor, peers: PeerMemory) -> None:
         b, s, *rest = shape
         part = (b, s // peers.size, *rest)
-        super().__init__(peers, (peers.size, *part), like.dtype)
+        super().__init__(peers, (peers.size, *part), like.dtype, cut(b, count_of(b)), part[1])
+        self.parts = [*self.others, self.own]
         self._out = like.new_empty(part)
-        self._running: list[tuple[slice, Tensor]] = []
+        self._running: list[Tensor] = []
 
-    def start(self, rows: slice, x: Tensor) -> None:
+    def start(self, part: Part, x: Tensor) -> None:
+        """The next of `parts`."""
         peers, x = self.peers, x.contiguous()
-        assert x.dtype == self._out.dtype
+        assert x.dtype == self._out.dtype and len(self._running) == self.parts.index(part)
+        self._running.append(x)
+        if part is self.own:
+            return
         width = self._out[0].numel() * x.dtype.itemsize
+        local = self._out.shape[1]
+        ranks = range(part.tokens.start // local, part.tokens.stop // local)
         peers.copies_wait()
-        sources = {peer: x.data_ptr() + peer * width for peer in peers.others}
-        to = (peers.rank * len(self._out) + rows.start) * width
-        count, last = rows.stop - rows.start, rows.stop == len(self._out)
-        self.send(sources, to, width, peers.size * width, width, count, last)
-        self._running.append((rows, x))
+        piece = self.pieces.index(part.rows)
+        to = (peers.rank * len(self._out) + part.rows.start) * width
+        for peer in peers.others:
+            if peer in ranks:
+                source = x.data_ptr() + (peer - ranks.start) * width
+                self.send(piece, peer, source, to, width, len(ranks) * width, width)
+        self.sent()
 
     def wait(self) -> Tensor:
-        rank, size = self.peers.rank, self.peers.size
-        for piece, (rows, x) in enumerate(self._running):
+        rank, own = self.peers.rank, self._running[-1]
+        for piece, rows in enumerate(self.pieces):
             self.arrive(piece)
-            own = x.chunk(size, 1)[rank]
-            if size == 2:  # sequence by sequence, which is three times as fast
-                for i, row in enumerate(range(rows.start, rows.stop)):
-                    torch.add(own[i], self.buffer[1 - rank, row], out=self._out[row])
+            if self.peers.size == 2:
+                torch.add(own[rows], self.buffer[1 - rank, rows], out=self._out[rows])
             else:  # in the order of ranks
-                self.buffer[rank, rows].copy_(own)
+                self.buffer[rank, rows].copy_(own[rows])
                 torch.sum(self.buffer[:, rows], 0, out=self._out[rows])
         self.finish()
         self._running = []

@@ -80,7 +80,7 @@ class Products:
     """The products of a linear layer and its gradients; `float8` has others.
 
     `scale` is what a product needs to know of each whole operand where they are `scaled`, else
-    None. `out`: where the result goes, a contiguous part of a larger one.
+    None. `out`: where the result goes, a part of a larger one whose sequences may lie apart.
     """
 
     scaled = False
@@ -97,21 +97,23 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """x W^T + b, `[..., out]`, without b in `out`; scales of x and W."""
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x.flatten(0, -2), weight.T, out=out.flatten(0, -2))
+        return F.linear(x, weight, bias) if out is None else _product(x, weight.T, out)
 
     def grad_input(
         self, grad: Tensor, weight: Tensor, *scales: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """`[..., in]`; scales of the gradient and of W."""
-        if out is None:
-            return grad @ weight
-        return torch.mm(grad.flatten(0, -2), weight, out=out.flatten(0, -2))
+        return grad @ weight if out is None else _product(grad, weight, out)
 
     def grad_weight(self, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
         """`[out, in]`; scales of the gradient and of x."""
         return grad.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    if x.is_contiguous() and out.is_contiguous():
+        return torch.mm(x.flatten(0, -2), weight, out=out.flatten(0, -2))
+    return torch.bmm(x, weight.expand(len(x), -1, -1), out=out)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -232,15 +234,15 @@ class _Product(torch.autograd.Function):
         ctx.again, ctx.total = kept.function, gradient_sum(weight)
         gather = None
         if sequence_parallel:
-            gather = collectives.start_gather(x, tp, collectives.pieces(x.shape[0], tp))
+            gather = collectives.start_gather(x, tp, whole=products.scaled)
         whole = x if gather is None or not products.scaled else gather.wait()
         scales = products.scale(whole), products.scale(weight)
         ctx.save_for_backward(weight, *scales, *kept.inputs)
         if gather is None:
             return products.output(x, weight, bias, *scales)
         y = x.new_empty((x.shape[0], tp.size * x.shape[1], weight.shape[0]))
-        for rows in gather.pieces:
-            products.output(gather.wait(rows), weight, None, *scales, out=y[rows])
+        for part in gather.parts:
+            products.output(gather.wait(part), weight, None, *scales, out=y[part])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -252,13 +254,13 @@ class _Product(torch.autograd.Function):
         x = ctx.again(*inputs) if need_weight else None
         gather = None
         if ctx.sequence_parallel and x is not None:
-            gather = collectives.start_gather(x, tp)
+            gather = collectives.start_gather(x, tp, whole=True)
         scale = products.scale(grad, gradient=True)
         grad_x = scatter = reduction = None
         if need_x and ctx.sequence_parallel:
             scatter = collectives.start_reduce_scatter((*grad.shape[:2], weight.shape[1]), grad, tp)
-            for rows in collectives.pieces(grad.shape[0], tp):
-                scatter.start(rows, products.grad_input(grad[rows], weight, scale, weight_scale))
+            for part in scatter.parts:
+                scatter.start(part, products.grad_input(grad[part], weight, scale, weight_scale))
         elif need_x:
             grad_x = products.grad_input(grad, weight, scale, weight_scale)
             if tp.size > 1:
@@ -299,8 +301,8 @@ class _ScatteredProduct(torch.autograd.Function):
         ctx.products, ctx.tp, ctx.again, ctx.shape = products, tp, kept.function, x.shape
         ctx.total = gradient_sum(weight)
         scatter = collectives.start_reduce_scatter((*x.shape[:2], weight.shape[0]), x, tp)
-        for rows in collectives.pieces(x.shape[0], tp):
-            scatter.start(rows, products.output(x[rows], weight, None, *scales))
+        for part in scatter.parts:
+            scatter.start(part, products.output(x[part], weight, None, *scales))
         return scatter.wait()
 
     @staticmethod
@@ -308,14 +310,15 @@ class _ScatteredProduct(torch.autograd.Function):
         weight, x_scale, weight_scale, *inputs = ctx.saved_tensors
         products: Products = ctx.products
         need_x, need_weight = ctx.needs_input_grad[:2]
-        gather = collectives.start_gather(grad, ctx.tp, collectives.pieces(grad.shape[0], ctx.tp))
+        gather = collectives.start_gather(grad, ctx.tp, whole=products.scaled)
         scale = products.scale(gather.wait(), gradient=True) if products.scaled else None
         grad_x = None
         if need_x:
             grad_x = grad.new_empty(ctx.shape)
-            for rows in gather.pieces:
-                part = gather.wait(rows)
-                products.grad_input(part, weight, scale, weight_scale, out=grad_x[rows])
+            for part in gather.parts:
+                products.grad_input(
+                    gather.wait(part), weight, scale, weight_scale, out=grad_x[part]
+                )
         grad_weight = None
         if need_weight:
             x = ctx.again(*inputs)

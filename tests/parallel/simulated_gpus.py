@@ -1,20 +1,24 @@
 """GPUs of one host whose streams are lists of work, for `megadiff.parallel.copy_engine` on a CPU.
 
 Copies are moves of memory, waits look at memory; `run` does the work of all streams in a random
-order that keeps the order within each, so that one seed finds a race and finds it again.
+order that keeps the order within each, so that one seed finds a race and finds it again. Or
+`use_shared_memory`: each process is a rank, and does its work at once.
 """
 
 import ctypes
 import random
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megadiff.parallel import copy_engine
+from megadiff.parallel import copy_engine, mesh
 from megadiff.parallel.copy_engine import PIECES, PeerMemory
 
 
@@ -105,6 +109,48 @@ def connect(ranks: int, message_bytes: int) -> list[SimulatedPeers]:
     flags = [torch.zeros(slots * ranks * PIECES, dtype=torch.int32) for _ in range(ranks)]
     buffers = [torch.full((slots * size,), 127, dtype=torch.uint8) for _ in range(ranks)]
     return [SimulatedPeers(rank, flags, buffers) for rank in range(ranks)]
+
+
+class SharedPeers(SimulatedPeers):
+    """Buffers of processes, in files. What a rank must have read by now is spoilt."""
+
+    def __init__(
+        self, folder: str, group: dist.ProcessGroup, rank: int, size: int, message_bytes: int
+    ) -> None:
+        slots, slot_bytes = copy_engine.SLOTS, -(-message_bytes // 512) * 512
+        name = f"{folder}/{dist.get_process_group_ranks(group)[0]}"
+
+        def shared(kind: str, length: int) -> list[Tensor]:
+            names = [f"{name}-{r}-{kind}" for r in range(size)]
+            return [torch.from_file(n, True, length, dtype=torch.uint8) for n in names]
+
+        flags = shared("flags", slots * size * PIECES * 4)
+        buffers = shared("buffers", slots * slot_bytes)
+        self.mapped = [*flags, *buffers]
+        super().__init__(rank, flags, buffers)
+        dist.barrier(group)
+
+    def begin(self, message: Any, size: int) -> int:
+        """Nobody can have started the message after the next, which comes where `last` was."""
+        index = super().begin(message, size)
+        last = (index - 2) % copy_engine.SLOTS
+        self.buffers.memory.view(copy_engine.SLOTS, -1)[last] = 127
+        return index
+
+
+def use_shared_memory(folder: str) -> None:
+    """From now on in this process."""
+
+    def at_once(_: Stream, do: Callable[[], object], when: Any = None) -> None:
+        while when is not None and not when():
+            time.sleep(0)
+        do()
+
+    Stream.run = at_once  # type: ignore[method-assign]
+    Stream.current = Stream()
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc]
+    torch.cuda.current_stream = lambda: Stream.current  # type: ignore
+    mesh.PeerMemory = partial(SharedPeers, folder)  # type: ignore[misc]
 
 
 def run(streams: list[Stream], seed: int) -> None:

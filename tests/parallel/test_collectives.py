@@ -13,18 +13,20 @@ from tests.distributed import run_distributed
 def job(batch: int) -> None:
     axis = build_mesh(tensor=dist.get_world_size()).tp
     x = torch.arange(batch * 12 * 3, dtype=torch.float64).view(batch, 12, 3)
-    part = x.chunk(axis.size, dim=1)[axis.rank]
+    mine = x.chunk(axis.size, dim=1)[axis.rank]
 
-    gather = PendingGather(part, axis, collectives.pieces(batch, axis))
-    for rows in gather.pieces:
-        assert torch.equal(gather.wait(rows), x[rows])
+    gather = PendingGather(mine, axis, whole=False)
+    assert len(gather.parts) == min(batch, 2)
+    for part in gather.parts:
+        assert torch.equal(gather.wait(part), x[part])
     assert torch.equal(gather.wait(), x)
+    assert torch.equal(PendingGather(mine, axis).wait(), x)
 
     scatter = PendingReduceScatter(x.shape, x, axis)
-    for rows in collectives.pieces(batch, axis):
-        scatter.start(rows, (axis.rank + 1) * x[rows])
+    for part in scatter.parts:
+        scatter.start(part, (axis.rank + 1) * x[part])
     ranks = axis.size * (axis.size + 1) // 2
-    assert torch.equal(scatter.wait(), ranks * part)
+    assert torch.equal(scatter.wait(), ranks * mine)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

@@ -8,25 +8,21 @@ import random
 import socket
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadiff.config import Config, ConfigError, ModelConfig, load_config, validate
-from megadiff.models.decoder import Decoder
+from megadiff.config import Config, ConfigError, load_config, validate
 from megadiff.models.memory import estimate_memory
 from megadiff.parallel import collectives, copy_engine
 from megadiff.parallel.copy_engine import PIECES, PeerMemory
-from megadiff.parallel.mesh import Axis, ParallelMesh
-from megadiff.parallel.parameter import initialize
-from megadiff.parallel.recompute import Recompute
+from megadiff.parallel.mesh import Axis
 from megadiff.training import setup
 from tests.distributed import run_distributed
 from tests.parallel.parity import Cell, Outcome, differences, run_cell
-from tests.parallel.simulated_gpus import Event, OnStream, SimulatedPeers, Stream, connect, run
+from tests.parallel.simulated_gpus import Event, OnStream, Stream, connect, run, use_shared_memory
 
 SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
 FAST = f"{SPLIT} --tp-comm-overlap"
@@ -85,12 +81,22 @@ def test_its_buffers_are_in_the_estimate():
     assert with_them - without == 4 * 2 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("batch", range(1, 20))
-def test_pieces_are_whole_sequences_and_few(batch):
-    (peers, *_) = connect(2, 0)
-    parts = collectives.pieces(batch, Axis(size=2, peers=peers))
-    assert [i for rows in parts for i in range(rows.start, rows.stop)] == list(range(batch))
-    assert min(batch, 2) <= len(parts) <= PIECES
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 19])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_parts_are_everything_once(no_gpu, ranks, batch):
+    """A rank's own comes first where it is read, and last where it is made."""
+    for peers in connect(ranks, batch * 2 * ranks * 8):
+        axis = Axis(rank=peers.rank, size=ranks, peers=peers)
+        x = torch.zeros(batch, 2 * ranks, 2)
+        gather = collectives.start_gather(x[:, :2], axis)
+        scatter = collectives.start_reduce_scatter(x.shape, x, axis)
+        for message, own in ((gather, 0), (scatter, -1)):
+            assert message.parts[own].tokens == slice(2 * peers.rank, 2 * peers.rank + 2)
+            assert len(message.parts) <= 1 + 2 * PIECES
+            x.zero_()
+            for part in message.parts:
+                x[part] += 1
+            assert x.eq(1).all()
 
 
 # What the linear layers do: a row layer's sum, a column layer's gather, and in backward the row
@@ -111,9 +117,9 @@ def messages_of(axis: Axis, order: list[str], seed: int, errors: list[str]) -> l
         generator = torch.Generator().manual_seed(1000 * seed + i)
         batch = (1, 2, 4, 8, 9)[int(torch.randint(5, (), generator=generator))]
         every = torch.randint(-60, 60, (n, batch, 2 * n, 3), generator=generator).float()
-        y = every[rank].clone()
-        x = y.chunk(n, 1)[rank].contiguous()
-        kept += [x, y]
+        y = every[rank]
+        x = y.chunk(n, 1)[rank].clone()
+        made = [x]
 
         def read(found: Tensor, wanted: Tensor, what: str) -> None:
             def compare() -> None:
@@ -123,25 +129,26 @@ def messages_of(axis: Axis, order: list[str], seed: int, errors: list[str]) -> l
             Stream.current.run(compare)
 
         whole = torch.cat([every[r].chunk(n, 1)[r] for r in range(n)], 1)
-        parts = collectives.pieces(batch, axis)
         name = f"rank {rank}, message {i}, {kind}"
         gather = scatter = None
         if kind != "sum":
-            gather = collectives.start_gather(x, axis, parts if kind == "gather" else None)
+            gather = collectives.start_gather(x, axis, whole=kind == "both")
         if kind == "gather":
-            for rows in parts:
-                read(gather.wait(rows), whole[rows], f"{name}: {rows}")
+            for part in gather.parts:
+                read(gather.wait(part), whole[part], f"{name}: {part}")
         if kind != "gather":
             scatter = collectives.start_reduce_scatter(y.shape, y, axis)
-            for rows in parts:
-                scatter.start(rows, y[rows])
+            for part in scatter.parts:
+                made.append(y[part].clone(memory_format=torch.contiguous_format))
+                scatter.start(part, made[-1])
         if gather is not None:
             read(gather.wait(), whole, f"{name}: whole")
         if scatter is not None:
             kept.append(scatter.wait())
             read(kept[-1], every.sum(0).chunk(n, 1)[rank], f"{name}: sum")
-        Stream.current.run(partial(x.fill_, 99))  # freed, and used for something else
-        Stream.current.run(partial(y.fill_, 99))
+        for tensor in made:  # freed, and used for something else
+            Stream.current.run(partial(tensor.fill_, 99))
+        kept += made
         del gather, scatter
     return kept
 
@@ -197,42 +204,28 @@ def test_a_message_is_read_before_the_second_one_after_it_starts(no_gpu):
         collectives.start_gather(x, axis)
 
 
-def loss_and_gradients(peers: PeerMemory | None, recompute: Recompute) -> list[Tensor]:
-    """Of two micro-batches, whose backwards follow both forwards, with an evaluation between."""
-    layers = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
-    config = ModelConfig(**layers, vocab_size=53, hybrid_layer_pattern="2G")
-    mesh = ParallelMesh()
-    if peers is not None:
-        mesh = ParallelMesh(tp=Axis(peers=peers), sequence_parallel=True)
-    model = Decoder(config, mesh, max_positions=16, recompute=recompute, dtype=torch.float64)
-    initialize(model, seed=7)
-    text = torch.randint(0, 53, (9, 16), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(16).expand(9, -1)
-    first = model(text, positions, text).sum()
-    second = model(text.flip(1), positions, text).sum()
-    first.backward()
-    with torch.no_grad():
-        evaluated = model(text, positions, text).sum()
-    second.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [first.detach(), second.detach(), evaluated, *gradients]
+CELLS = [
+    Cell("diff_v2", tensor=2, sequence=True, micro_batches=1, recompute="uniform1"),
+    Cell("diff_v1", "layer", groups=1, tensor=2, sequence=True, micro_batches=2, packed=True),
+    Cell("2DG1", tensor=2, sequence=True, micro_batches=4, recompute="modules"),
+]
 
 
-@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", "uniform", 1)])
-def test_layers_read_every_message_in_time(no_gpu, monkeypatch, recompute):
-    """One rank's layers, whose messages to itself are spoilt as soon as others may write there."""
-    begin = PeerMemory.begin
+def train_in_shared_memory(cell: Cell, folder: str) -> Outcome:
+    use_shared_memory(folder)
+    setup._need_peers = lambda *_: None
+    return run_cell(cell)
 
-    def spoil(peers: SimulatedPeers, message: Any, size: int) -> int:
-        index = begin(peers, message, size)
-        peers.buffers.memory.view(copy_engine.SLOTS, -1)[index % copy_engine.SLOTS] = 127
-        return index
 
-    monkeypatch.setattr(SimulatedPeers, "begin", spoil)
-    monkeypatch.setattr(Stream, "run", lambda stream, do, when=None: do())  # at once
-    found = loss_and_gradients(connect(1, 9 * 16 * 32 * 8)[0], recompute)
-    for ours, wanted in zip(found, loss_and_gradients(None, recompute), strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize(
+    "cell", [*CELLS, Cell("standard", groups=2, tensor=4, sequence=True, micro_batches=2)], ids=str
+)
+def test_layers_read_every_message_in_time(tmp_path, cell):
+    whole = run_cell(replace(cell, tensor=1, sequence=False))
+    split = replace(cell, overlap=True)
+    for outcome in run_distributed(cell.world, train_in_shared_memory, split, str(tmp_path)):
+        found = differences(outcome, whole)
+        assert max(found.values()) < 1e-9, {k: v for k, v in found.items() if v > 1e-9}
 
 
 @pytest.mark.parametrize(("given", "used"), [("1", "3"), ("0", "0"), (None, None)])
@@ -269,19 +262,20 @@ def exchange() -> None:
         y = every[rank].cuda()
         x = y.chunk(size, 1)[rank]  # not contiguous
         whole = torch.cat([every[r].chunk(size, 1)[r] for r in range(size)], 1)
-        pieces = collectives.pieces(batch, axis)
         gather = scatter = None
         be_late()
         if kind != "sum":
-            gather = collectives.start_gather(x, axis, pieces if kind == "gather" else None)
+            gather = collectives.start_gather(x, axis, whole=kind == "both")
         if kind == "gather":
-            parts = torch.cat([gather.wait(rows).clone() for rows in pieces])
-            assert torch.equal(parts.cpu(), whole), f"gathered in pieces, message {i}"
+            found = torch.empty_like(whole)
+            for part in gather.parts:
+                found[part] = gather.wait(part).cpu()
+            assert torch.equal(found, whole), f"gathered in parts, message {i}"
         be_late()
         if kind != "gather":
             scatter = collectives.start_reduce_scatter(y.shape, y, axis)
-            for rows in pieces:
-                scatter.start(rows, y[rows])
+            for part in scatter.parts:
+                scatter.start(part, y[part])
         if gather is not None:
             found = gather.wait().clone()
             be_late()
@@ -297,13 +291,6 @@ def exchange() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages_arrive_whole_however_late_a_rank_is(ranks):
     run_distributed(ranks, exchange)
-
-
-CELLS = [
-    Cell("diff_v2", tensor=2, sequence=True, micro_batches=1, recompute="uniform1"),
-    Cell("diff_v1", "layer", groups=1, tensor=2, sequence=True, micro_batches=2, packed=True),
-    Cell("2DG1", tensor=2, sequence=True, micro_batches=4, recompute="modules"),
-]
 
 
 def train_on_gpus(cell: Cell, port: int) -> Outcome:
