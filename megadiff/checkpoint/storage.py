@@ -17,6 +17,7 @@ import platform
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,10 @@ def read_metadata(directory: str | Path) -> dict[str, dict]:
 def versions() -> dict[str, str]:
     """Of what writes a checkpoint, and the folder it runs in, for its metadata."""
     own, python = __version__, platform.python_version()
-    folder = str(Path.cwd())
+    try:
+        folder = str(Path.cwd())
+    except OSError:  # deleted since
+        folder = ""
     return {"megadiff": own, "torch": torch.__version__, "python": python, "folder": folder}
 
 
@@ -180,8 +184,9 @@ def read_config(directory: Path, metadata: dict[str, dict]) -> Config:
     folder = Path(metadata.get("versions", {}).get("folder", ""))
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         file = getattr(config.data, name)
-        if file is not None and (folder / file).exists():
-            setattr(config.data, name, str(folder / file))
+        with suppress(OSError):  # the folder is closed to this user
+            if file is not None and (folder / file).exists():
+                setattr(config.data, name, str(folder / file))
     return config
 
 

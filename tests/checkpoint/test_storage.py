@@ -1,6 +1,7 @@
 import itertools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megadiff.checkpoint import torch_parts
 from megadiff.checkpoint.directory import damage
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import Piece, ShardedTensor, Tensors, add_piece
-from megadiff.checkpoint.storage import load, read_metadata, save
+from megadiff.checkpoint.storage import load, read_config, read_metadata, save, versions
 from tests.distributed import run_distributed
 
 SHAPES = {
@@ -195,3 +196,15 @@ def test_metadata_is_json(tmp_path):
     with pytest.raises(CheckpointError, match="JSON serializable"):
         save(tmp_path, {}, {"a": {"b": object()}})
     assert damage(tmp_path) == ["manifest.json is missing: the save was not finished"]
+
+
+def test_the_folder_of_a_run_may_be_gone_or_closed_to_others(tmp_path, monkeypatch):
+    """A run whose folder was deleted saves; files are looked for where that is allowed."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert versions()["folder"] == ""
+    metadata = {"config": {"data": {"tokenizer_model": "a.model"}}}
+    for folder in ("", "/" + "x" * 300):  # longer than names are: an error of another kind
+        metadata["versions"] = {"folder": folder}
+        assert read_config(Path(), metadata).data.tokenizer_model == "a.model"
