@@ -7,6 +7,7 @@ split in the same way and each in its place, resumes from them; whoever finds it
 checkpoint that all ranks share.
 """
 
+import errno
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +29,14 @@ def local_root(root: str | Path, ranks: Ranks) -> Path:
 def lock_local(root: Path) -> IO:
     """Keep this rank's folder from other runs, which would delete its saves: until it is closed.
 
-    Raises CheckpointError when another has it.
+    Raises CheckpointError when another has it. Where the file system has no locks there is none.
     """
     lock = (root / ".lock").open("w")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-    except BlockingIOError:
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return lock
         lock.close()
         raise CheckpointError("another run saves here; give each run a folder of its own") from None
     return lock

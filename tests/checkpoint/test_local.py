@@ -1,5 +1,7 @@
 """Node-local checkpoints of real runs: taken when newer and whole on all ranks, or passed over."""
 
+import errno
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megadiff.checkpoint.directory import checkpoint_path, list_steps
+from megadiff.checkpoint.local import lock_local
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.training import loop
 from megadiff.training.engine import NativeEngine
@@ -125,6 +128,18 @@ def test_two_runs_at_once_need_two_local_places(data: str, tmp_path: Path) -> No
     other.kill()
     other.wait()
     train(argv)
+
+
+def test_a_place_without_locks_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems are mounted."""
+
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    lock_local(tmp_path).close()
 
 
 @pytest.mark.parametrize("place", ["global", "local"])
