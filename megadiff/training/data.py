@@ -205,11 +205,19 @@ def _tell_other_tokenizers(d: DataConfig, datasets: list[Dataset]) -> None:
     if not (d.tokenizer_model or d.vocab_file) or d.tokenizer_type == "NullTokenizer":
         return
     files = (d.tokenizer_model, d.vocab_file, d.merge_file)
-    tokenizer = TokenizerSettings(d.tokenizer_type, *files).contents()
+    try:
+        tokenizer = TokenizerSettings(d.tokenizer_type, *files).contents()
+    except OSError:  # the tokenizer is built: this file is none that its type reads
+        return
     for prefix in dict.fromkeys(part.dataset.prefix for data in datasets for part in parts(data)):
         origin = Path(origin_path(prefix))
-        if origin.is_file() and json.loads(origin.read_text())["tokenizer"] != tokenizer:
-            note(f"{prefix} was made with another tokenizer than this run's")
+        try:
+            other = origin.is_file() and json.loads(origin.read_text())["tokenizer"] != tokenizer
+        except (OSError, ValueError, LookupError, TypeError):
+            note(f"{origin} is damaged and passed over")
+            continue
+        if other:
+            note(f"{prefix} was made with other tokenizer files than this run's")
 
 
 def parts(dataset: Dataset) -> list[PiecewiseDataset]:
@@ -251,7 +259,7 @@ def data_identity(config: Config, train: Dataset) -> dict[str, Any]:
             }
             for part in parts(train)
         ],
-        "first_samples": [_first_tokens(dataset) for dataset in (train, *parts(train))],
+        "first_samples": [first_tokens(dataset) for dataset in (train, *parts(train))],
     }
 
 
@@ -271,6 +279,6 @@ def sample_ids(dataset: Dataset, number: int) -> dict[str, Any]:
     }
 
 
-def _first_tokens(dataset: Dataset) -> str:
+def first_tokens(dataset: Dataset) -> str:
     """The order of samples depends on how many epochs there are: the first ones tell it apart."""
     return digest(np.stack([dataset[i].tokens for i in range(min(4, len(dataset)))]))

@@ -21,7 +21,7 @@ from megadiff.parallel.failure import leave
 from megadiff.parallel.mesh import gather_objects
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
-from megadiff.training.data import RunData, build_data, set_vocabulary
+from megadiff.training.data import RunData, build_data, first_tokens, set_vocabulary
 from megadiff.training.deepspeed import DeepSpeedEngine, read_settings
 from megadiff.training.engine import Engine, NativeEngine
 from megadiff.training.faults import StepWatch
@@ -121,13 +121,16 @@ def pretrain(config: Config) -> str:
 
 def need_the_same_data(data: RunData, env: Environment) -> None:
     """Raises DataError on all ranks where one reads other data, as from an old copy of them."""
-    text = json.dumps(data.identity).encode()
+    evaluated = {**data.valid} | ({} if data.test is None else {"test": data.test})
+    sets = [(name, n, first_tokens(batches.dataset)) for name, (batches, n) in evaluated.items()]
+    text = json.dumps([data.identity, sets]).encode()
     first, *others = gather_objects(digest(np.frombuffer(text, np.uint8)), env.control)
     different = [rank for rank, found in enumerate(others, 1) if found != first]
     if different:
+        more = f", and so do {len(different) - 1} more" if different[1:] else ""
         raise DataError(
-            f"rank {different[0]} reads other data than rank 0, and so do {len(different) - 1} "
-            "more: their files or their contents differ"
+            f"rank {different[0]} reads other data than rank 0{more}: names of files or contents "
+            "differ"
         )
 
 

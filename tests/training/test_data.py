@@ -70,13 +70,30 @@ def test_data_of_another_tokenizer_are_told(
     preprocess(PreprocessSettings([str(tmp_path / "text.jsonl")], str(tmp_path / "a"), made))
     prefix = str(tmp_path / "a_text_document")
     argv = flags(prefix, "--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "60")
-    said = f"{prefix} was made with another tokenizer than this run's"
+    said = f"{prefix} was made with other tokenizer files than this run's"
     for name, there in [("small", True), ("large", True), ("large", False)]:
         if not there:
             Path(f"{prefix}.origin.json").unlink()
         capsys.readouterr()
         prepare([*argv, "--tokenizer-model", str(tmp_path / f"{name}.json")], Axis())
         assert (said in capsys.readouterr().err) == (name == "large" and there)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"tokenizer"', "{}", "\udcff"])
+def test_a_note_on_tokenizers_stops_no_run(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a damaged one, as a full disk leaves it, nor a file that no tokenizer needs."""
+    prefix, model = write_data(tmp_path), tmp_path / "tokenizer.model"
+    origin = Path(f"{prefix}.origin.json")
+    origin.write_bytes(text.encode("utf-8", "surrogateescape"))
+    argv = flags(prefix, "--tokenizer-type", "ByteTokenizer", "--vocab-size", "259")
+    argv += ["--tokenizer-model", str(model)]
+    prepare(argv, Axis())
+    assert not capsys.readouterr().err
+    model.touch()
+    prepare(argv, Axis())
+    assert capsys.readouterr().err == f"{origin} is damaged and passed over\n"
 
 
 def test_a_vocabulary_far_above_the_tokenizers_is_said(

@@ -91,5 +91,9 @@ def test_ranks_may_find_the_same_data_in_different_places(tmp_path):
     here, there, old = (str(place / "data") for place in places)
     moved = {1: ["--data-path", there]}
     assert run_distributed(2, train_with, moved, flags(here)) == ["finished"] * 2
-    for told in run_distributed(2, train_with, {1: ["--data-path", old]}, flags(here)):
-        assert told.startswith("rank 1 reads other data than rank 0")
+    others = (["--data-path", old], ["--valid-data-sets", f"a={old}"])
+    others += (["--valid-data-sets", f"a={here}", f"b={here}"],)  # an evaluation more
+    argv = flags(here, "--valid-data-sets", f"a={here}")
+    for words in others:
+        for told in run_distributed(2, train_with, {1: words}, argv):
+            assert told.startswith("rank 1 reads other data than rank 0:")
