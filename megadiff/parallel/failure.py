@@ -48,8 +48,13 @@ def end_when_others_fail() -> None:
     threading.Thread(target=watch, name="failure watch", daemon=True).start()
 
 
-def leave() -> None:
-    """End the process groups, if any: others may end before this rank from here on."""
+def let_others_end() -> None:
+    """Others may end before this rank from here on: it waits for none any more."""
     _left.set()
+
+
+def leave() -> None:
+    """End the process groups, if any; `let_others_end`."""
+    let_others_end()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ from megadiff.models.flops import ModelSize, model_size, whole_model
 from megadiff.models.memory import Memory
 from megadiff.optim.groups import describe_groups
 from megadiff.optim.schedule import Schedule, make_schedule, resume_schedule
-from megadiff.parallel.failure import leave
+from megadiff.parallel.failure import leave, let_others_end
 from megadiff.parallel.mesh import gather_objects
 from megadiff.training import checkpointing
 from megadiff.training.checkpointing import Progress
@@ -115,6 +115,7 @@ def pretrain(config: Config) -> str:
         reason = train(run, progress)
         if manager is not None:
             manager.wait()
+        let_others_end()  # closing takes each rank its own time
         log.line(f" ended at iteration {progress.iteration}: {reason}")
     return reason
 

@@ -1,6 +1,7 @@
 """Whole runs: the same on every split, repeatable, and resumed as if never interrupted."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from megadiff.checkpoint.storage import CheckpointReader, read_metadata, save
 from megadiff.config import ConfigError, load_config, to_dict
 from megadiff.data.indexed_dataset import DataError
 from megadiff.models.decoder import Decoder
+from megadiff.parallel import failure
 from megadiff.training import pretrain
+from megadiff.training.data import Batches
 from megadiff.training.engine import compute_in_float8
 from tests.distributed import run_distributed
 from tests.training.small import VOCABULARY, flags, losses, read, train, write_data
@@ -40,6 +43,17 @@ def test_a_run_learns_and_its_log_says_so(alone: Path) -> None:
     log = (alone / "log.txt").read_text()
     assert "num_layers: 2" in log and "validation loss at iteration 6" in log
     assert (alone / "config.yaml").read_text() in log
+
+
+def test_a_rank_that_closes_slowly_is_not_ended_by_its_watch(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the first rank has ended, and the ranks' store with it."""
+    told: list[bool] = []
+    monkeypatch.setattr(failure, "_left", threading.Event())
+    monkeypatch.setattr(Batches, "close", lambda _: told.append(failure._left.is_set()))
+    train(flags(data, "--eval-iters", "0"))
+    assert told == [True]
 
 
 @pytest.mark.parametrize(
