@@ -178,7 +178,8 @@ def build_data(config: Config, dp: Axis, eod: int | None, *, pin_memory: bool = 
         for name, dataset in sets.items()
         if dataset is not None
     }
-    _tell_other_tokenizers(d, [train, *(batches.dataset for batches, _ in there.values())])
+    if dp.rank == 0:  # of many ranks on one file system few need to look
+        _tell_other_tokenizers(d, [train, *(batches.dataset for batches, _ in there.values())])
     return RunData(
         train=batches(train, "training"),
         test=there.pop("test", None),

@@ -94,6 +94,8 @@ def test_a_note_on_tokenizers_stops_no_run(
     model.touch()
     prepare(argv, Axis())
     assert capsys.readouterr().err == f"{origin} is damaged and passed over\n"
+    prepare(argv, Axis(rank=1, size=2))
+    assert not capsys.readouterr().err
 
 
 def test_a_vocabulary_far_above_the_tokenizers_is_said(
