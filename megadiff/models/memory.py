@@ -146,12 +146,13 @@ def in_flight(schedule: str, pp: Axis, runs: Sequence[int], micro_batches: int) 
     """
     if pp.size == 1:
         return sum(runs)
-    ahead = {
-        "gpipe": micro_batches,
-        "1f1b": pp.size - pp.rank,
-        "interleaved_1f1b": (len(runs) - 1) * pp.size + 2 * (pp.size - 1 - pp.rank) + 1,
-    }[schedule]  # forwards before the first backward; from there on they alternate
-    turns = [i // pp.size % len(runs) for i in range(micro_batches * len(runs))]
+    if schedule == "gpipe":
+        return micro_batches * sum(runs)
+    ahead = pp.size - pp.rank  # forwards before the first backward; from there on they alternate
+    if schedule == "interleaved_1f1b":
+        ahead = (len(runs) - 1) * pp.size + 2 * (pp.size - 1 - pp.rank) + 1
+    count = min(micro_batches * len(runs), ahead + pp.size * len(runs))  # then all comes again
+    turns = [i // pp.size % len(runs) for i in range(count)]
     held = most = sum(runs[turn] for turn in turns[:ahead])
     for begun, done in zip(turns[ahead:], turns, strict=False):
         held += runs[begun] - runs[-1 - done]

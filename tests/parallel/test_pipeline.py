@@ -167,6 +167,15 @@ def test_schedules_hold_as_many_layers_as_the_memory_estimate_says(pipeline, lay
     assert run_distributed(cell.world, most_in_flight, cell, layout) == expected
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("gpipe", 8 * 10**15), ("1f1b", 16), ("interleaved_1f1b", 23)]
+)
+def test_micro_batches_beyond_any_machine_are_not_counted_one_by_one(schedule, expected):
+    """So that a batch of such a size is refused and not waited for."""
+    runs = [8] if schedule != "interleaved_1f1b" else [5, 3]
+    assert in_flight(schedule, Axis(rank=0, size=2), runs, 10**15) == expected
+
+
 def most_kept(cell: Cell) -> int:
     """The most bytes that autograd keeps for backward at a time, beside parameters."""
     now, most, uses = 0, 0, Counter[int]()
