@@ -281,7 +281,11 @@ class TokenizerSettings:
             flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
             if value is None:
                 raise DataError(f"--tokenizer-type {self.tokenizer_type} needs {flag}")
-            if not Path(value).exists():
+            try:
+                there = Path(value).exists()
+            except OSError as error:  # as in a folder that is closed to this user
+                raise DataError(f"{flag} {value}: {error.strerror}") from None
+            if not there:
                 raise DataError(f"{flag} {value}: no such file")
             return value
 

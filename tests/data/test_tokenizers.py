@@ -269,6 +269,8 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
             TokenizerSettings("TikTokenizer", str(junk)).build()
     with pytest.raises(DataError, match="no such file"):
         TokenizerSettings("SentencePieceTokenizer", str(tmp_path / "absent")).build()
+    with pytest.raises(DataError, match=r"--tokenizer-model /x+: File name too long"):
+        TokenizerSettings("TikTokenizer", "/" + "x" * 300).build()  # as of a closed folder
     with pytest.raises(DataError, match="one of SentencePieceTokenizer"):
         TokenizerSettings("BertTokenizer").build()
 
