@@ -97,13 +97,14 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """x W^T + b, `[..., out]`, without b in `out`; scales of x and W."""
+        weight = weight.detach()  # of one that wants a gradient torch copies x where it has gaps
         return F.linear(x, weight, bias) if out is None else _product(x, weight.T, out)
 
     def grad_input(
         self, grad: Tensor, weight: Tensor, *scales: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """`[..., in]`; scales of the gradient and of W."""
-        return grad @ weight if out is None else _product(grad, weight, out)
+        return grad @ weight.detach() if out is None else _product(grad, weight, out)
 
     def grad_weight(self, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
         """`[out, in]`; scales of the gradient and of x."""
@@ -280,10 +281,16 @@ class _Product(torch.autograd.Function):
 
 
 def _grad_weight(ctx: Any, grad: Tensor, x: Tensor, *scales: Tensor | None) -> Tensor:
-    """The weight's gradient; where its sum takes products, they go there at once."""
-    if ctx.total is None or ctx.products.scaled:
+    """The weight's gradient; where its sum takes products, they go there at once.
+
+    Only if autograd accumulates it: `torch.autograd.grad` of something else leaves the sum alone,
+    and of the weight itself raises RuntimeError.
+    """
+    total = ctx.total()
+    accumulate = ctx.next_functions[1][0]
+    if total is None or ctx.products.scaled or not torch._C._will_engine_execute_node(accumulate):
         return ctx.products.grad_weight(grad, x, *scales)
-    return ctx.total.add_product(grad.flatten(0, -2).mT, x.flatten(0, -2))
+    return total.add_product(grad.flatten(0, -2).mT, x.flatten(0, -2))
 
 
 class _ScatteredProduct(torch.autograd.Function):

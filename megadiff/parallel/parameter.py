@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -113,10 +113,9 @@ class GradientSum(Protocol):
         ...
 
 
-def gradient_sum(parameter: torch.Tensor) -> GradientSum | None:
-    """Where products add to the gradient of `parameter`, if it has such a place."""
-    reference: Any = getattr(parameter, "megadiff_gradient_sum", None)
-    return None if reference is None else reference()
+def gradient_sum(parameter: torch.Tensor) -> Callable[[], GradientSum | None]:
+    """Gives where products add to the gradient of `parameter`, as long as there is such a place."""
+    return getattr(parameter, "megadiff_gradient_sum", lambda: None)
 
 
 def local_view(tensor: torch.Tensor, section: Section, dim: int) -> torch.Tensor:

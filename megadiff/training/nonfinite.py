@@ -93,7 +93,7 @@ def watch_modules(chunks: Sequence[nn.Module], mesh: ParallelMesh) -> Iterator[l
         micro_batches = count()  # it gets one gradient from each
 
         def before_accumulation(gradient: Tensor) -> None:
-            total = gradient_sum(parameter)
+            total = gradient_sum(parameter)()
             seen = total.gradient if total is not None and total.added else gradient
             look(seen, name, stage, next(micro_batches), True)
 

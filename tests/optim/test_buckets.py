@@ -118,13 +118,37 @@ def test_weights_gradients_are_added_without_rounding(
         torch.testing.assert_close(bias.double(), wanted, rtol=0.02, atol=0.02)
 
 
-def test_a_model_goes_on_without_its_optimizer() -> None:
+def test_gradients_of_something_else_are_not_summed() -> None:
+    model = two_layers(torch.bfloat16)
+    buckets = Buckets(model.named_parameters())
+    x = torch.ones(1, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    sums = []
+    for looks in (False, True):
+        buckets.zero(1)
+        y = model(x).sum()
+        if looks:
+            torch.autograd.grad(y, x, retain_graph=True)
+            with pytest.raises(RuntimeError, match=r"autograd\.grad"):
+                torch.autograd.grad(y, [*model.parameters()], retain_graph=True)
+        y.backward()
+        sums.append(buckets.buckets[0].gradients.clone())
+    assert sums[0].any() and torch.equal(*sums)
+
+
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_a_model_goes_on_without_its_optimizer(
+    monkeypatch: pytest.MonkeyPatch, forward_first: bool
+) -> None:
+    fill = partial(torch.full_like, fill_value=torch.nan)
+    monkeypatch.setattr(torch, "empty_like", fill)
     model, wide = two_layers(torch.bfloat16), two_layers(torch.float32)
     buckets = Buckets(model.named_parameters())
     buckets.zero(1)
+    x = torch.ones(1, 2, 8)
+    loss = model(x.bfloat16()).sum() if forward_first else None
     del buckets
-    for m, dtype in ((model, torch.bfloat16), (wide, torch.float32)):
-        m(torch.ones(1, 2, 8, dtype=dtype)).sum().backward()
+    (model(x.bfloat16()).sum() if loss is None else loss).backward()
+    wide(x).sum().backward()
     for p, w in zip(model.parameters(), wide.parameters(), strict=True):
         assert p.grad is not None and w.grad is not None
         torch.testing.assert_close(p.grad.float(), w.grad, rtol=0.02, atol=0.01)

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadiff.config import ModelConfig
 from megadiff.models.decoder import Decoder
 from megadiff.parallel import collectives
+from megadiff.parallel.copy_engine import Part
+from megadiff.parallel.linear import Products
 from megadiff.parallel.mesh import ParallelMesh, build_mesh
 from megadiff.parallel.parameter import initialize, local_view, record_of
 from tests.distributed import run_distributed
@@ -128,3 +132,28 @@ def test_split_equals_whole(case, world, groups, sequence_parallel, packed):
             whole = gradients[name][2]
             expected = whole.narrow(dim, offset, ours.shape[dim])
             assert (ours - expected).norm() <= TOLERANCE * whole.norm(), name
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_part_of_a_sequence_is_multiplied_where_it_lies():
+    """To copy it first would cost what its message saves."""
+    weight = nn.Parameter(torch.randn(6, 4))
+    x, y = torch.randn(3, 8, 4), torch.randn(3, 8, 6)
+    products, part = Products(), Part(slice(0, 2), slice(4, 8))
+    with torch.no_grad(), Watch() as watch:
+        products.output(x[part], weight, None)
+        products.output(x[part], weight, None, out=y[part])
+        products.grad_input(y[part], weight)
+        products.grad_input(y[part], weight, out=x[part])
+    assert "bmm" in watch.seen and not watch.seen & {"clone", "copy_", "mm"}
