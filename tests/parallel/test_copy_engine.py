@@ -309,7 +309,7 @@ def share_one_gpu() -> None:
     """All ranks of a run; what copy engines do not carry goes by gloo, which allows it."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     setup._need_peers = lambda *_: None
-    setup._pick_device = lambda _: torch.device("cuda", 0)
+    setup.pick_device = lambda _: torch.device("cuda", 0)
 
 
 @pytest.mark.gpu
