@@ -48,7 +48,7 @@ class PendingGather:
     The sequences of a part travel together, on a GPU in one launch; each arrives where it belongs.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, whole: bool = True) -> None:
+    def __init__(self, x: Tensor, axis: Axis, whole: bool) -> None:
         assert axis.group is not None
         self.parts = _parts(len(x), 1 if whole else 2)
         self._x = x.contiguous()
@@ -150,7 +150,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return PendingGather(x, axis).wait()
+        return PendingGather(x, axis, whole=True).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -165,7 +165,7 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return PendingGather(grad, ctx.axis).wait(), None
+        return PendingGather(grad, ctx.axis, whole=True).wait(), None
 
 
 class _SumGradients(torch.autograd.Function):

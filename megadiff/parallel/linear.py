@@ -260,9 +260,8 @@ class _Product(torch.autograd.Function):
         grad_x = scatter = reduction = None
         if need_x and ctx.sequence_parallel:
             scatter = collectives.start_reduce_scatter((*grad.shape[:2], weight.shape[1]), grad, tp)
-            bare = weight.detach()  # torch copies what lies apart for one that requires a gradient
             for part in scatter.parts:
-                scatter.start(part, products.grad_input(grad[part], bare, scale, weight_scale))
+                scatter.start(part, products.grad_input(grad[part], weight, scale, weight_scale))
         elif need_x:
             grad_x = products.grad_input(grad, weight, scale, weight_scale)
             if tp.size > 1:
@@ -309,9 +308,8 @@ class _ScatteredProduct(torch.autograd.Function):
         ctx.products, ctx.tp, ctx.again, ctx.shape = products, tp, kept.function, x.shape
         ctx.total = gradient_sum(weight)
         scatter = collectives.start_reduce_scatter((*x.shape[:2], weight.shape[0]), x, tp)
-        bare = weight.detach()  # as in `_Product.backward`
         for part in scatter.parts:
-            scatter.start(part, products.output(x[part], bare, None, *scales))
+            scatter.start(part, products.output(x[part], weight, None, *scales))
         return scatter.wait()
 
     @staticmethod

@@ -20,7 +20,7 @@ def job(batch: int) -> None:
     for part in gather.parts:
         assert torch.equal(gather.wait(part), x[part])
     assert torch.equal(gather.wait(), x)
-    assert torch.equal(PendingGather(mine, axis).wait(), x)
+    assert torch.equal(PendingGather(mine, axis, whole=True).wait(), x)
 
     scatter = PendingReduceScatter(x.shape, x, axis)
     for part in scatter.parts:

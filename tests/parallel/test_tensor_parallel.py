@@ -91,10 +91,10 @@ def gathers(mixer: str) -> list[int]:
     """How often the sequence is gathered, in forward and in backward."""
     begin, count = collectives.PendingGather.__init__, 0
 
-    def counted(self: Any, *args: Any) -> None:
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal count
         count += 1
-        begin(self, *args)
+        begin(self, *args, **kwargs)
 
     collectives.PendingGather.__init__ = counted  # type: ignore[method-assign]
     mesh = build_mesh(tensor=2, sequence_parallel=True)
