@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from megadiff.checkpoint.find import find_checkpoint
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.state import module_tensors

@@ -176,9 +176,11 @@ def preprocess(settings: PreprocessSettings) -> Totals:
             if state.totals.tokens == 0:
                 raise DataError("no document with text in the input; nothing was written")
             parts.finish(best_dtype(tokenizer.vocab_size))
-            for prefix in settings.outputs():
-                origin = {"tokenizer": settings.tokenizer.contents()}
-                Path(origin_path(prefix)).write_text(json.dumps(origin))
+            origin = json.dumps({"tokenizer": settings.tokenizer.contents()})
+            for path in map(origin_path, settings.outputs()):
+                part = Path(path + ".part")
+                part.write_text(origin)
+                part.rename(path)
         except BaseException:
             if not journal.path.exists():  # there is nothing to go on from
                 parts.remove()
