@@ -5,11 +5,15 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from megadiff.parallel import failure
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +47,27 @@ def test_an_exception_on_one_rank_ends_all(how):
     assert output[:first].endswith("rank 1: ")  # the traceback of the rank that failed comes first
     assert output.index("injected on rank 1") < output.index("Traceback", first + 1)
     assert ("rank 0 ends because rank 1 failed" in output) == (how == "block")
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_store_that_is_gone_ends_a_rank_unless_its_run_is_over(monkeypatch, over):
+    def gone(_: list[str]) -> bool:
+        raise RuntimeError("connection reset")
+
+    ended, looked = threading.Event(), threading.Event()
+    store = SimpleNamespace(check=lambda keys: looked.set() or gone(keys))
+    store.clone = lambda: store
+    monkeypatch.setattr(failure, "_get_default_store", lambda: store)
+    monkeypatch.setattr(failure.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(failure, "_left", threading.Event())
+    monkeypatch.setattr(failure, "_PERIOD", 0.01)
+    monkeypatch.setattr(failure, "_GRACE", 0.5)
+    monkeypatch.setattr(failure.os, "_exit", lambda _: ended.set() or failure._left.set())
+    failure.end_when_others_fail()
+    assert looked.wait(10)
+    if over:
+        failure.let_others_end()
+    assert ended.wait(1.5) is not over
 
 
 def test_a_first_rank_that_fails_takes_the_ranks_store_with_it():
