@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from megadiff.kernels import diff_launch
+from megadiff.kernels.device import is_plain_call
 from megadiff.kernels.diff_launch import Call, aligned
 from megadiff.kernels.geometry import Geometry
 
@@ -220,22 +220,12 @@ def _backward(ctx: Any, dy: Tensor | None, *_unused: Tensor | None) -> tuple:
     if dy is None:
         return (None,) * 18
     saved = ctx.saved_tensors  # once: under recomputation every look makes them anew
-    run = _gradients if _plain(dy) else backward_op
+    run = _gradients if is_plain_call(dy) else backward_op
     dq, dk, dv, dlam, dweight = run(dy, *saved, *ctx.numbers)
     return dq, dk, dv, dlam, (None if saved[4] is None else dweight), *[None] * 13
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _plain(*tensors: Tensor) -> bool:
-    """Whether nothing watches the operators: no compiler, mode, transform or subclass."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(x) is not Tensor and type(x) is not Parameter for x in tensors)
-    )
 
 
 class _Eager(torch.autograd.Function):
@@ -293,7 +283,7 @@ def diff_attention(
         hopper,
         save,
     )
-    if not _plain(*(x for x in (q, k, v, lam, norm_weight) if x is not None)):
+    if not is_plain_call(*(x for x in (q, k, v, lam, norm_weight) if x is not None)):
         y = forward_op(*inputs)[0]
     elif save:
         y: Any = _Eager.apply(*inputs)

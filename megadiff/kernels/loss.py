@@ -89,8 +89,12 @@ def cross_entropy_grad(
     if on_triton(flat) and flat.is_contiguous():
         from megadiff.kernels import small_triton
 
-        rows = (x.contiguous() for x in (row_label, row_max, row_sum, row_grad))
-        small_triton.cross_entropy_grad(flat, *rows, grad, vocab_start, real)
+        row_label, row_max, row_sum, row_grad = (
+            x.contiguous() for x in (row_label, row_max, row_sum, row_grad)
+        )
+        small_triton.cross_entropy_grad(
+            flat, row_label, row_max, row_sum, row_grad, grad, vocab_start, real
+        )
         return grad.view(logits.shape)
     grad[:, real:] = 0
     for rows in _chunks(flat.shape[0], columns):

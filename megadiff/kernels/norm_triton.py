@@ -77,62 +77,6 @@ def _programs(rows: int, width: int, device: torch.device) -> int:
     return min(rows, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@torch.library.custom_op("megadiff::add_rms_norm", mutates_args=())
-def forward_op(
-    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(r, norm(r), 1 / rms(r)) of r = x + y; without y the first is empty, and r is x."""
-    total, out, rstd = _results(x, y)
-    x = x.contiguous()
-    _forward[(rstd.numel(),)](
-        x, x if y is None else y.contiguous(), weight, total, out, rstd, x.shape[-1], eps,
-        ADD=y is not None, WEIGHT=weight is not None, **_block(x.shape[-1]),
-    )  # fmt: skip
-    return total, out, rstd
-
-
-def _results(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
-    return (
-        x.new_empty((0,) if y is None else x.shape),
-        x.new_empty(x.shape),
-        x.new_empty(rows, dtype=torch.float32),
-    )
-
-
-@forward_op.register_fake
-def _(
-    x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(x, y)
-
-
-@torch.library.custom_op("megadiff::add_rms_norm_backward", mutates_args=())
-def backward_op(
-    r: Tensor, weight: Tensor | None, rstd: Tensor, dout: Tensor, dtotal: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of r and of the weight (empty if there is none)."""
-    width, rows = r.shape[-1], rstd.numel()
-    programs = _programs(rows, width, r.device)
-    dr = r.new_empty(r.shape)
-    partial = rstd.new_empty((programs, width) if weight is not None else (0,))
-    r, dout = r.contiguous(), dout.contiguous()
-    _backward[(programs,)](
-        r, weight, rstd, dout, dout if dtotal is None else dtotal.contiguous(), dr, partial, rows,
-        width, ADD=dtotal is not None, WEIGHT=weight is not None, **_block(width),
-    )  # fmt: skip
-    return dr, r.new_empty(0) if weight is None else partial.sum(0).to(weight.dtype)
-
-
-@backward_op.register_fake
-def _(
-    r: Tensor, weight: Tensor | None, rstd: Tensor, dout: Tensor, dtotal: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return r.new_empty(r.shape), r.new_empty(0) if weight is None else weight.new_empty(
-        weight.shape
-    )
-
-
 class _AddRMSNorm(torch.autograd.Function):
     """(r, norm(r)) of r = x + y, or of r = x without y."""
 
@@ -140,19 +84,35 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        total, out, rstd = forward_op(x, y, weight, eps)
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        given, out = x.contiguous(), x.new_empty(x.shape)
+        total = given if y is None else x.new_empty(x.shape)
+        rstd = x.new_empty(rows, dtype=torch.float32)
+        _forward[(rows,)](
+            given, given if y is None else y.contiguous(), weight, total, out, rstd, width, eps,
+            ADD=y is not None, WEIGHT=weight is not None, **_block(width),
+        )  # fmt: skip
         ctx.save_for_backward(x if y is None else total, weight, rstd)
         ctx.added = y is not None
         ctx.set_materialize_grads(False)
         return (x.view_as(x) if y is None else total), out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dtotal: Tensor | None, dout: Tensor | None):  # type: ignore[override]
         r, weight, rstd = ctx.saved_tensors
         if dout is None:
             return dtotal, dtotal if ctx.added else None, None, None
-        dr, dweight = backward_op(r, weight, rstd, dout, dtotal)
-        return dr, dr if ctx.added else None, None if weight is None else dweight, None
+        width, rows = r.shape[-1], rstd.numel()
+        programs = _programs(rows, width, r.device)
+        dr, r, dout = r.new_empty(r.shape), r.contiguous(), dout.contiguous()
+        partial = None if weight is None else rstd.new_empty((programs, width))
+        _backward[(programs,)](
+            r, weight, rstd, dout, dout if dtotal is None else dtotal.contiguous(), dr, partial,
+            rows, width, ADD=dtotal is not None, WEIGHT=weight is not None, **_block(width),
+        )  # fmt: skip
+        dweight = None if partial is None else partial.sum(0).to(weight.dtype)
+        return dr, dr if ctx.added else None, dweight, None
 
 
 def add_rms_norm(

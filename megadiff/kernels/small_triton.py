@@ -48,41 +48,29 @@ def _swiglu_grid(gate_up: Tensor) -> tuple[int, int]:
     return gate_up.numel() // (2 * width), triton.cdiv(width, _COLUMNS)
 
 
-@torch.library.custom_op("megadiff::swiglu", mutates_args=())
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        _swiglu_forward[_swiglu_grid(gate_up)](gate_up, out, width, BLOCK=_COLUMNS)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        width, grad = gate_up.shape[-1] // 2, torch.empty_like(gate_up)
+        grid = _swiglu_grid(gate_up)
+        _swiglu_backward[grid](gate_up, dy.contiguous(), grad, width, BLOCK=_COLUMNS)
+        return grad
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """As `megadiff.kernels.swiglu`."""
-    gate_up = gate_up.contiguous()
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _swiglu_forward[_swiglu_grid(gate_up)](gate_up, out, width, BLOCK=_COLUMNS)
-    return out
-
-
-@swiglu.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@torch.library.custom_op("megadiff::swiglu_backward", mutates_args=())
-def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of gate_up `[..., 2 F]` from that of the output `[..., F]`."""
-    gate_up = gate_up.contiguous()
-    width = gate_up.shape[-1] // 2
-    grad = torch.empty_like(gate_up)
-    grid = _swiglu_grid(gate_up)
-    _swiglu_backward[grid](gate_up, dy.contiguous(), grad, width, BLOCK=_COLUMNS)
-    return grad
-
-
-@swiglu_backward.register_fake
-def _(gate_up: Tensor, dy: Tensor) -> Tensor:
-    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-
-
-swiglu.register_autograd(
-    lambda ctx, dy: swiglu_backward(*ctx.saved_tensors, dy),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+    return _SwiGLU.apply(gate_up)  # type: ignore[return-value]
 
 
 @triton.jit
@@ -173,57 +161,31 @@ def _turn(
     )  # fmt: skip
 
 
-@torch.library.custom_op("megadiff::rotary_", mutates_args=("y",))
-def turn_(
-    y: Tensor, q_width: int, k_width: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> None:
-    """Turn the first columns of y `[..., columns]`, q and then k, in place."""
-    rows = y.view(-1, y.shape[-1])
-    q, k = rows[:, :q_width], rows[:, q_width : q_width + k_width]
-    _turn(q, k, rows[:, :0], rows, cos, sin, interleaved, 1.0)
-
-
-@turn_.register_fake
-def _(
-    y: Tensor, q_width: int, k_width: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> None: ...
-
-
-@torch.library.custom_op("megadiff::rotary_backward", mutates_args=())
-def turn_back(
-    parts: list[Tensor], padding: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Tensor:
-    """The columns of `parts`, of which the first two of at least three are turned back, and of
-    padding, zeros."""
-    dq, dk, dv, *rest = parts
-    widths = [x.shape[-1] for x in parts]
-    dy = dq.new_empty(*dq.shape[:-1], sum(widths) + padding)
-    dq, dk, dv = (x.contiguous().flatten(0, -2) for x in (dq, dk, dv))
-    _turn(dq, dk, dv, dy.flatten(0, -2), cos, sin, interleaved, -1.0)
-    *places, zeros = dy.split([*widths, padding], -1)[3:]
-    for place, part in zip(places, rest, strict=True):
-        place.copy_(part)
-    zeros.zero_()
-    return dy
-
-
-@turn_back.register_fake
-def _(parts: list[Tensor], padding: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return parts[0].new_empty(*parts[0].shape[:-1], sum(x.shape[-1] for x in parts) + padding)
-
-
 class _SplitRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, widths: list[int], cos: Tensor, sin: Tensor, interleaved: bool):
         y, cos, sin = y.detach(), cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         ctx.padding, ctx.interleaved = y.shape[-1] - sum(widths), interleaved
-        turn_(y, *widths[:2], cos, sin, interleaved)
+        rows = y.view(-1, y.shape[-1])
+        q, k = rows[:, : widths[0]], rows[:, widths[0] : widths[0] + widths[1]]
+        _turn(q, k, rows[:, :0], rows, cos, sin, interleaved, 1.0)
+        torch.autograd.graph.increment_version(y)  # who saved y for backward is told
         return y.split([*widths, ctx.padding], -1)[: len(widths)]
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *parts: Tensor):  # type: ignore[override]
-        dy = turn_back(list(parts), ctx.padding, *ctx.saved_tensors, ctx.interleaved)
+        """The first two of at least three parts are turned back; the padding gets zeros."""
+        dq, dk, dv, *rest = parts
+        widths = [x.shape[-1] for x in parts]
+        dy = dq.new_empty(*dq.shape[:-1], sum(widths) + ctx.padding)
+        dq, dk, dv = (x.contiguous().flatten(0, -2) for x in (dq, dk, dv))
+        _turn(dq, dk, dv, dy.flatten(0, -2), *ctx.saved_tensors, ctx.interleaved, -1.0)
+        *places, zeros = dy.split([*widths, ctx.padding], -1)[3:]
+        for place, part in zip(places, rest, strict=True):
+            place.copy_(part)
+        zeros.zero_()
         return dy, None, None, None, None
 
 
@@ -275,7 +237,6 @@ def _gradient(
     tl.store(grad + row * pitch + at, p.to(grad.dtype.element_ty), mask=at < all_columns)
 
 
-@torch.library.custom_op("megadiff::cross_entropy_partials", mutates_args=())
 def cross_entropy_partials(
     logits: Tensor, labels: Tensor, vocab_start: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,17 +253,6 @@ def cross_entropy_partials(
     return maximum, total, target
 
 
-@cross_entropy_partials.register_fake
-def _(
-    logits: Tensor, labels: Tensor, vocab_start: int, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    maximum, total, target = (
-        logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3)
-    )
-    return maximum, total, target
-
-
-@torch.library.custom_op("megadiff::cross_entropy_grad", mutates_args=("grad",))
 def cross_entropy_grad(
     logits: Tensor,
     labels: Tensor,

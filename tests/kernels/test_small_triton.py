@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from megadiff.kernels import (
     add_rms_norm,
@@ -12,6 +13,7 @@ from megadiff.kernels import (
     split_rotary,
     swiglu,
 )
+from megadiff.kernels.device import is_plain_call, on_triton
 
 pytest.importorskip("triton")
 from megadiff.kernels import norm_triton, small_triton
@@ -71,27 +73,29 @@ def test_cross_entropy() -> None:
     close(grad, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
-def test_opcheck() -> None:
-    x, dy = random(2, 3, 20), random(2, 3, 10).detach()
-    torch.library.opcheck(small_triton.swiglu, (x,))
-    torch.library.opcheck(small_triton.swiglu_backward, (x.detach(), dy))
-    y = random(2, 5, 4 * 16 + 3).detach()
-    angles = rotary_cos_sin(torch.arange(5, device=DEVICE), 16)
-    torch.library.opcheck(small_triton.turn_, (y, 48, 16, *angles, True))
-    parts = [y[..., :48], y[..., 48:64], y[..., 64:]]
-    torch.library.opcheck(small_triton.turn_back, (parts, 2, *angles, True))
-    weight, rstd = torch.ones(20, device=DEVICE), torch.ones(6, device=DEVICE)
-    for beside, w in ((x.detach(), weight), (None, None)):
-        torch.library.opcheck(norm_triton.forward_op, (x.detach(), beside, w, 1e-5))
-        torch.library.opcheck(norm_triton.backward_op, (x.detach(), w, rstd, x.detach(), beside))
-    logits, labels = random(4, 50).detach(), torch.arange(4, device=DEVICE)
-    torch.library.opcheck(small_triton.cross_entropy_partials, (logits, labels, 0, 40))
-    rows = small_triton.cross_entropy_partials(logits, labels, 0, 40)[:2]
-    grad, dloss = torch.empty_like(logits), torch.ones(4, device=DEVICE)
-    torch.library.opcheck(
-        small_triton.cross_entropy_grad, (logits, labels, *rows, dloss, grad, 0, 40)
+def test_whoever_watches_operators_sees_those_of_torch() -> None:
+    """A compiler, a mode, a transform or a subclass does not see what Triton launches."""
+    x = random(2, 20)
+    assert is_plain_call(x, torch.nn.Parameter(x.detach()))
+    assert on_triton(x) == (DEVICE == "cuda")
+    seen: list[bool] = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        seen.append(is_plain_call(x))
+    seen.append(is_plain_call(FakeTensorMode().from_tensor(x)))
+    torch.func.vmap(lambda row: seen.append(is_plain_call(row)) or row)(x)
+    compiled = torch.compile(lambda y: y if is_plain_call(y) else 2 * y, backend="eager")
+    assert torch.equal(compiled(x), 2 * x)
+    assert seen == [False, False, False]
+
+
+def test_turning_in_place_is_told_to_autograd() -> None:
+    y = random(2, 5, 3 * 16).clone()
+    squared = y * y
+    small_triton.split_rotary(
+        y, [16, 16, 16], *rotary_cos_sin(torch.arange(5, device=DEVICE), 16), True
     )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
 
 
 def test_gradient_over_the_logits() -> None:
