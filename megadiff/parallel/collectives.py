@@ -68,7 +68,7 @@ class PendingGather:
 
 def _parts(batch: int, count: int) -> list[Part]:
     """Whole sequences, in at most `count` runs."""
-    return [Part(rows, slice(None)) for rows in cut(batch, min(batch, count))]
+    return [Part(rows, slice(None)) for rows in cut(batch, count)]
 
 
 def _start_gathers(whole: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> list[Any]:

@@ -29,7 +29,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 SLOTS = 4
-PIECES = 4  # of a message, at most; each with a number behind it
+PIECES = 2  # of a message, at most; each with a number behind it. More cost the host more
 
 
 class Part(NamedTuple):
@@ -40,13 +40,9 @@ class Part(NamedTuple):
 
 
 def cut(batch: int, count: int) -> list[slice]:
-    """The sequences of a batch in `count` runs."""
+    """The sequences of a batch in at most `count` runs."""
+    count = min(count, batch)
     return [slice(batch * i // count, batch * (i + 1) // count) for i in range(count)]
-
-
-def count_of(batch: int) -> int:
-    """Pieces: more of them hide more, and a product is slow on less than two sequences."""
-    return max(min(batch, 2), min(batch // 2, PIECES))
 
 
 class _Shared:
@@ -217,7 +213,7 @@ class Gather(_Message):
     def __init__(self, x: Tensor, peers: PeerMemory, whole: bool) -> None:
         b, s, *rest = x.shape
         self._x = x.contiguous()
-        pieces = cut(b, 1 if whole else count_of(b))
+        pieces = cut(b, 1 if whole else PIECES)
         super().__init__(peers, (b, peers.size * s, *rest), x.dtype, pieces, s)
         self.parts = [self.own, *self.others]
         self._arrived = 0
@@ -253,7 +249,7 @@ class ReduceScatter(_Message):
     def __init__(self, shape: Sequence[int], like: Tensor, peers: PeerMemory) -> None:
         b, s, *rest = shape
         part = (b, s // peers.size, *rest)
-        super().__init__(peers, (peers.size, *part), like.dtype, cut(b, count_of(b)), part[1])
+        super().__init__(peers, (peers.size, *part), like.dtype, cut(b, PIECES), part[1])
         self.parts = [*self.others, self.own]
         self._out = like.new_empty(part)
         self._running: list[Tensor] = []
