@@ -4,7 +4,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 
 from megadiff.data.tokenizers import TYPES, TokenizerSettings
 
@@ -23,8 +22,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = Fal
 
 def tokenizer_settings(arguments: argparse.Namespace) -> TokenizerSettings:
     """What the flags of `add_tokenizer_flags` say."""
-    names = [field.name for field in fields(TokenizerSettings)]
-    return TokenizerSettings(**{name: getattr(arguments, name) for name in names})
+    return TokenizerSettings.of(arguments, arguments.vocab_size)
 
 
 def run(tool: str, work: Callable[[], int], interrupted: str = "interrupted") -> int:

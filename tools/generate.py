@@ -10,6 +10,7 @@ model that fits it; under torchrun all processes share the model by tensor paral
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -112,10 +113,8 @@ def load_model(arguments: argparse.Namespace) -> tuple[Config, Environment, Deco
 def checkpoint_tokenizer(config: Config, moved: str | None) -> Tokenizer:
     """The tokenizer that the model was trained with; NullTokenizer counts ids without the end."""
     d = config.data
-    ids = (config.model.vocab_size or 1) - 1
-    return TokenizerSettings(
-        d.tokenizer_type, moved or d.tokenizer_model, d.vocab_file, d.merge_file, ids
-    ).build()
+    settings = TokenizerSettings.of(d, (config.model.vocab_size or 1) - 1)
+    return replace(settings, tokenizer_model=moved or d.tokenizer_model).build()
 
 
 def read_prompts(path: str | None) -> list[str]:

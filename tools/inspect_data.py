@@ -159,9 +159,7 @@ def step(arguments: argparse.Namespace, run_flags: list[str]) -> int:
     d = config.data
     tokenizer = None
     if d.tokenizer_model or d.vocab_file or d.tokenizer_type == "ByteTokenizer":
-        tokenizer = TokenizerSettings(
-            d.tokenizer_type, d.tokenizer_model, d.vocab_file, d.merge_file, config.model.vocab_size
-        ).build()
+        tokenizer = TokenizerSettings.of(d, config.model.vocab_size).build()
     dataset = build_data(config, Axis(), eod).train.dataset
     first = arguments.consumed_samples
     if first is None:

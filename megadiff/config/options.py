@@ -398,6 +398,9 @@ class DataConfig:
     tokenizer_model: str | None = _option(None, "file of the tokenizer")
     vocab_file: str | None = _option(None, "vocabulary of a GPT-2 tokenizer")
     merge_file: str | None = _option(None, "merges of a GPT-2 tokenizer")
+    tiktoken_pattern: Literal["cl100k", "o200k"] = _option(
+        "cl100k", "how a tiktoken tokenizer cuts text into words"
+    )
     reset_position_ids: bool = _option(False, "positions start anew in every document")
     reset_attention_mask: bool = _option(False, "documents do not attend to each other")
     eod_mask_loss: bool = _option(False, "no loss where the input is an end of document")

@@ -9,7 +9,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,12 @@ class TokenizerSettings:
     vocab_size: int | None = None
     tiktoken_pattern: str = "cl100k"
 
+    @classmethod
+    def of(cls, options: object, vocab_size: int | None) -> "TokenizerSettings":
+        """From what has them as attributes: parsed flags, or a configuration's `data`."""
+        names = {field.name for field in fields(cls)} - {"vocab_size"}
+        return cls(vocab_size=vocab_size, **{name: getattr(options, name) for name in names})
+
     def build(self) -> Tokenizer:
         """The tokenizer; raises DataError that names the flag that is missing or wrong."""
 
@@ -311,8 +317,10 @@ class TokenizerSettings:
         return {**asdict(self), **self.contents()}
 
     def contents(self) -> dict[str, str | None]:
-        """Hashes of the files, which tell tokenizers apart wherever these lie."""
+        """What tells tokenizers apart: hashes of their files, wherever these lie, and a pattern."""
         values: dict[str, str | None] = {}
+        if self.tokenizer_type == "TikTokenizer":
+            values["tiktoken_pattern"] = self.tiktoken_pattern
         for name in ("tokenizer_model", "vocab_file", "merge_file"):
             path = Path(getattr(self, name) or "")
             file = path / "tokenizer.json" if path.is_dir() else path

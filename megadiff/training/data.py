@@ -41,9 +41,7 @@ def set_vocabulary(config: Config) -> int | None:
         )
     if not files:
         return None
-    tokenizer = TokenizerSettings(
-        d.tokenizer_type, d.tokenizer_model, d.vocab_file, d.merge_file, m.vocab_size
-    ).build()
+    tokenizer = TokenizerSettings.of(d, m.vocab_size).build()
     if m.vocab_size is None:
         m.vocab_size = tokenizer.vocab_size
     if m.vocab_size < tokenizer.vocab_size:
@@ -205,9 +203,8 @@ def _tell_other_tokenizers(d: DataConfig, datasets: list[Dataset]) -> None:
     """Note the data of which is known that their tokenizer was not the run's."""
     if not (d.tokenizer_model or d.vocab_file) or d.tokenizer_type == "NullTokenizer":
         return
-    files = (d.tokenizer_model, d.vocab_file, d.merge_file)
     try:
-        tokenizer = TokenizerSettings(d.tokenizer_type, *files).contents()
+        tokenizer = TokenizerSettings.of(d, None).contents()
     except OSError:  # the tokenizer is built: this file is none that its type reads
         return
     for prefix in dict.fromkeys(part.dataset.prefix for data in datasets for part in parts(data)):
@@ -218,7 +215,7 @@ def _tell_other_tokenizers(d: DataConfig, datasets: list[Dataset]) -> None:
             note(f"{origin} is damaged and passed over")
             continue
         if other:
-            note(f"{prefix} was made with other tokenizer files than this run's")
+            note(f"{prefix} was made with another tokenizer than this run's")
 
 
 def parts(dataset: Dataset) -> list[PiecewiseDataset]:

@@ -1,5 +1,6 @@
 """The micro-batches of a run."""
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megadiff.data.tokenizers import TokenizerSettings
 from megadiff.parallel.mesh import Axis
 from megadiff.training.data import build_data, set_vocabulary
 from tests.training.small import EOD, flags, write_data
+from tools.generate import checkpoint_tokenizer
 
 
 def prepare(argv: list[str], dp: Axis) -> tuple:
@@ -70,13 +72,33 @@ def test_data_of_another_tokenizer_are_told(
     preprocess(PreprocessSettings([str(tmp_path / "text.jsonl")], str(tmp_path / "a"), made))
     prefix = str(tmp_path / "a_text_document")
     argv = flags(prefix, "--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "60")
-    said = f"{prefix} was made with other tokenizer files than this run's"
+    said = f"{prefix} was made with another tokenizer than this run's"
     for name, there in [("small", True), ("large", True), ("large", False)]:
         if not there:
             Path(f"{prefix}.origin.json").unlink()
         capsys.readouterr()
         prepare([*argv, "--tokenizer-model", str(tmp_path / f"{name}.json")], Axis())
         assert (said in capsys.readouterr().err) == (name == "large" and there)
+
+
+def test_a_run_cuts_words_as_its_data_were_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of a tiktoken tokenizer does not say how: with o200k a capital begins a word."""
+    pytest.importorskip("tiktoken")
+    ranks = [bytes([i]) for i in range(256)] + [b"oW"]
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
+    (tmp_path / "ranks").write_text("".join(lines))
+    (tmp_path / "text.jsonl").write_text('{"text": "noWay"}\n' * 400)
+    made = TokenizerSettings("TikTokenizer", str(tmp_path / "ranks"), tiktoken_pattern="o200k")
+    preprocess(PreprocessSettings([str(tmp_path / "text.jsonl")], str(tmp_path / "a"), made))
+    argv = flags(str(tmp_path / "a_text_document"), "--tokenizer-type", "TikTokenizer")
+    argv += ["--tokenizer-model", str(tmp_path / "ranks"), "--vocab-size", "260"]
+    for pattern, ids in (("o200k", list(b"noWay")), ("cl100k", [*b"n", 256, *b"ay"])):
+        config, _ = prepare([*argv, "--tiktoken-pattern", pattern], Axis())
+        told = "made with another tokenizer" in capsys.readouterr().err
+        assert told == (pattern == "cl100k")
+        assert checkpoint_tokenizer(config, None).encode("noWay") == ids
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tokenizer"', "{}", "\udcff"])

@@ -33,9 +33,7 @@ def write_tokenizer(
     """
     kind = data.tokenizer_type
     try:
-        tokenizer = TokenizerSettings(
-            kind, data.tokenizer_model, data.vocab_file, data.merge_file, vocab_size
-        ).build()
+        tokenizer = TokenizerSettings.of(data, vocab_size).build()
     except (DataError, LibraryError) as error:
         return {}, f"no tokenizer files ({error})"
     tokens = {
