@@ -132,6 +132,7 @@ def test_bad_flags(flags, message):
         ([*RUN, *RAMP_UP, "32", "4", "9"], 1, "start at no more than --global-batch-size 16"),
         ([*RUN, *RAMP_UP, "4", "4", "9"], 1, "needs --train-samples"),
         ([*RUN, "--num-layers", "0"], 1, "--num-layers is 0, must be positive"),
+        ([*RUN, "--distributed-timeout-minutes", "1e300"], 1, "1e+300 is more than a year"),
         (
             [
                 *RUN,

@@ -11,6 +11,10 @@ def validate_split(config: Config, world_size: int) -> None:
         "num_virtual_stages_per_pipeline_rank", "recompute_num_layers",
         "distributed_timeout_minutes",
     )  # fmt: skip
+    require(
+        p.distributed_timeout_minutes <= 525_600,
+        f"--distributed-timeout-minutes {p.distributed_timeout_minutes} is more than a year",
+    )
     tp, pp, cp = (
         p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
     )  # fmt: skip

@@ -53,6 +53,12 @@ def world_size() -> int:
             f"WORLD_SIZE is {size} and RANK is {rank}: a launcher such as torchrun sets both, RANK "
             "from 0 to WORLD_SIZE - 1; for a single process unset both"
         )
+    local, of = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    if not (local.isdecimal() and (of is None or (of.isdecimal() and int(local) < int(of)))):
+        raise ConfigError(
+            f"LOCAL_RANK is {local} and LOCAL_WORLD_SIZE is {of or 'not set'}: a launcher sets "
+            "LOCAL_RANK from 0 to LOCAL_WORLD_SIZE - 1, the number of its processes on this node"
+        )
     return int(size)
 
 
@@ -190,6 +196,11 @@ def pick_device(config: Config) -> torch.device:
         raise ConfigError(
             f"local rank {index} has no GPU: this node shows {count}; start at most {count} "
             "processes on it, or give --device cpu"
+        )
+    if count > 1 and world_size() > 1 and "LOCAL_RANK" not in os.environ:
+        raise ConfigError(
+            f"this node shows {count} GPUs, and LOCAL_RANK, which says whose is which, is not set: "
+            "a launcher such as torchrun sets it"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -223,6 +223,7 @@ def test_nothing_is_overwritten(tmp_path):
         ({"model_type": "megadiff", "layer_mixers": ["delta_net"] * 3}, "no 'delta_num_heads'"),
         ({"num_hidden_layers": 4}, "missing: layers.3.mixer.k.weight"),
         ({"num_hidden_layers": 2}, "unknown: model.layers.2."),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the weights are"),
         ({"intermediate_size": 40}, "layers.0.mlp.gate.weight is (48, 32) instead of (40, 32)"),
     ],
 )

@@ -1,6 +1,7 @@
 """What a launcher's variables and a split's groups must be."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megadiff.config import (
@@ -12,7 +13,7 @@ from megadiff.config import (
     validate,
 )
 from megadiff.training.errors import USER_ERRORS
-from megadiff.training.setup import start, world_size
+from megadiff.training.setup import pick_device, start, world_size
 from tests.distributed import run_distributed
 from tests.training.small import flags, train, write_data
 
@@ -41,6 +42,46 @@ def test_a_launchers_variables_fit_each_other(monkeypatch, size, rank, expected)
         return
     with pytest.raises(ConfigError, match=expected):
         world_size()
+
+
+@pytest.mark.parametrize(
+    ("local", "of", "expected"),
+    [
+        (None, None, None),
+        ("1", None, None),
+        ("1", "2", None),
+        ("2", "2", "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
+        (None, "0", "LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 0"),
+        ("x", None, "LOCAL_RANK is x and LOCAL_WORLD_SIZE is not set"),
+    ],
+)
+def test_a_launchers_variables_of_a_node(monkeypatch, local, of, expected):
+    for name, value in {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": of}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if expected is None:
+        assert world_size() == 1
+        return
+    with pytest.raises(ConfigError, match=expected):
+        world_size()
+
+
+def test_ranks_that_see_several_gpus_are_told_whose_is_which(monkeypatch):
+    """Without LOCAL_RANK all would take the first. Each may see one of its own."""
+    config = Config(training=TrainingConfig(device="cuda"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert pick_device(config) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="this node shows 2 GPUs, and LOCAL_RANK"):
+        pick_device(config)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device(config) == torch.device("cuda", 1)
 
 
 def test_nccl_needs_gpus():

@@ -109,8 +109,13 @@ def import_folder(
             raise ValueError("no object")
     except (OSError, ValueError) as error:
         raise InteropError(f"{source}: not a model's configuration ({error})") from None
-    architecture, m = from_hf_config(values, str(source))
     tensors = read_folder(folder)
+    layers = values.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):  # before anything is made for each
+        raise InteropError(
+            f"{source}: num_hidden_layers is {layers}, and the weights are {len(tensors)} tensors"
+        )
+    architecture, m = from_hf_config(values, str(source))
     if variant is not None:
         m = differential_config(m, variant, exact=exact, head_norm=head_norm)
         try:
