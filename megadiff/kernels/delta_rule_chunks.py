@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megadiff.kernels.device import refuse_second_derivative
 from megadiff.kernels.documents import document_lengths
 
 CHUNK = 64  # tokens per triangular system: the balance of work inside and between chunks
@@ -232,10 +232,10 @@ class _ChunkDeltaRule(torch.autograd.Function):
         return layout.tokens(out, v), layout.in_documents(state)
 
     @staticmethod
-    @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, d_out: Tensor, d_final: Tensor
     ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         q, k, v, beta, g, initial_state = ctx.saved_tensors
         scale, dtype, layout = ctx.scale, ctx.dtype, ctx.layout
         c = _chunks(q, k, v, beta, g, scale, dtype, layout)

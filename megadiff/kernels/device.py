@@ -27,3 +27,13 @@ def is_plain_call(*tensors: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(type(x) is not Tensor and type(x) is not Parameter for x in tensors)
     )
+
+
+def refuse_second_derivative() -> None:
+    """In a backward that autograd can not follow: raise where it is asked to.
+
+    torch's `once_differentiable` does not where the gradient that arrives is a constant, as that of
+    a sum is; what depends on the saved tensors would then be missing without a word.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("a kernel has no second derivative: create_graph=True is refused")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadiff.kernels import diff_launch
-from megadiff.kernels.device import is_plain_call
+from megadiff.kernels.device import is_plain_call, refuse_second_derivative
 from megadiff.kernels.diff_launch import Call, aligned
 from megadiff.kernels.geometry import Geometry
 
@@ -236,8 +236,8 @@ class _Eager(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple:
+        refuse_second_derivative()
         return _backward(ctx, dy)
 
 

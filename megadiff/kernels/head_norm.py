@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megadiff.kernels.device import refuse_second_derivative
 from megadiff.kernels.reference import wide
 
 
@@ -32,8 +32,8 @@ class _L2Norm(torch.autograd.Function):
         return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivative()
         (x,) = ctx.saved_tensors
         y = x.to(wide(x.dtype))
         scale = torch.rsqrt(y.square().sum(-1, keepdim=True) + ctx.eps)
@@ -53,8 +53,8 @@ class _GatedRMSNorm(torch.autograd.Function):
         return (y * F.silu(gate.to(dtype))).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivative()
         x, gate, weight = ctx.saved_tensors
         dtype = wide(x.dtype)
         d_y, w, g = d_y.to(dtype), weight.to(dtype), gate.to(dtype)

@@ -19,7 +19,7 @@ def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """(x + y, rms_norm(x + y)) in x's dtype, the sum rounded first; x alone where y is None."""
-    if on_triton(x) and (y is None or y.dtype == x.dtype):
+    if on_triton(x) and (y is None or (y.dtype, y.shape) == (x.dtype, x.shape)):
         from megadiff.kernels import norm_triton
 
         return norm_triton.add_rms_norm(x, y, weight, eps)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megadiff.kernels.device import refuse_second_derivative
+
 # Elements in flight in backward for each multiprocessor; each program sums the weight's gradient.
 _IN_FLIGHT = 8192
 
@@ -85,6 +87,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx, x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        weight = None if weight is None else weight.contiguous()
         given, out = x.contiguous(), x.new_empty(x.shape)
         total = given if y is None else x.new_empty(x.shape)
         rstd = x.new_empty(rows, dtype=torch.float32)
@@ -98,8 +101,8 @@ class _AddRMSNorm(torch.autograd.Function):
         return (x.view_as(x) if y is None else total), out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dtotal: Tensor | None, dout: Tensor | None):  # type: ignore[override]
+        refuse_second_derivative()
         r, weight, rstd = ctx.saved_tensors
         if dout is None:
             return dtotal, dtotal if ctx.added else None, None, None
@@ -118,5 +121,5 @@ class _AddRMSNorm(torch.autograd.Function):
 def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As `megadiff.kernels.add_rms_norm`; x and y of one dtype, float32 or less."""
+    """As `megadiff.kernels.add_rms_norm`; x and y of one shape and dtype, float32 or less."""
     return _AddRMSNorm.apply(x, y, weight, eps)  # type: ignore[return-value]

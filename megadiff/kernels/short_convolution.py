@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from megadiff.kernels import fla
+from megadiff.kernels.device import refuse_second_derivative
 from megadiff.kernels.documents import document_lengths
 
 
@@ -117,8 +117,8 @@ class _ShortConvolution(torch.autograd.Function):
         return y.to(x.dtype).view_as(x), extended[rows.last].to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_y, d_final):  # type: ignore[override]
+        refuse_second_derivative()
         x, weight, bias, state = ctx.saved_tensors
         rows, dtype = ctx.rows, _accumulation_dtype(x, weight)
         width = weight.shape[-1]

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megadiff.kernels.device import refuse_second_derivative
+
 _COLUMNS = 1024
 
 
@@ -59,8 +61,8 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override]
+        refuse_second_derivative()
         (gate_up,) = ctx.saved_tensors
         width, grad = gate_up.shape[-1] // 2, torch.empty_like(gate_up)
         grid = _swiglu_grid(gate_up)
@@ -174,9 +176,9 @@ class _SplitRotary(torch.autograd.Function):
         return y.split([*widths, ctx.padding], -1)[: len(widths)]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *parts: Tensor):  # type: ignore[override]
         """The first two of at least three parts are turned back; the padding gets zeros."""
+        refuse_second_derivative()
         dq, dk, dv, *rest = parts
         widths = [x.shape[-1] for x in parts]
         dy = dq.new_empty(*dq.shape[:-1], sum(widths) + ctx.padding)
@@ -241,7 +243,7 @@ def cross_entropy_partials(
     logits: Tensor, labels: Tensor, vocab_start: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row maximum, sum and target, float32 `[rows]`; logits `[rows, all]`, the first `columns`
-    count."""
+    count. Everything is contiguous."""
     rows = logits.shape[0]
     maximum, total, target = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
@@ -263,9 +265,10 @@ def cross_entropy_grad(
     vocab_start: int,
     columns: int,
 ) -> None:
-    """Write (softmax - one-hot) * dloss into grad, which may be logits itself."""
+    """Write (softmax - one-hot) * dloss into grad, which may be logits itself; all contiguous."""
     rows, all_columns = logits.shape
     _gradient[(rows, triton.cdiv(all_columns, 2048))](
         logits, labels, maximum, total, dloss, grad, logits.stride(0), vocab_start, columns,
         all_columns, BLOCK=2048,
     )  # fmt: skip
+    torch.autograd.graph.increment_version(grad)  # who saved the logits for backward is told

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.kernels import cross_entropy_grad, cross_entropy_partials
+from megadiff.kernels.device import refuse_second_derivative
 from megadiff.parallel.mesh import Axis
 
 
@@ -27,6 +28,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivative()
         if ctx.overwritten:
             raise RuntimeError("a second backward of the loss: the first wrote over the logits")
         ctx.overwritten = True

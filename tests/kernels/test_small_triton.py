@@ -22,7 +22,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).requires_grad_()
+    """Not contiguous."""
+    *rows, columns = shape
+    return torch.randn(*rows, 2 * columns, device=DEVICE)[..., ::2].requires_grad_()
 
 
 def close(mine: Tensor, exact: Tensor) -> None:
@@ -45,11 +47,11 @@ def test_split_rotary(interleaved: bool, per_row: bool, width: int) -> None:
     widths = [2 * width, width, width, 5]
     rows = random(2, 5, sum(widths) + 3)
     at = torch.arange(10, device=DEVICE).view(2, 5) if per_row else torch.arange(5, device=DEVICE)
-    cos, sin = rotary_cos_sin(at, width)
+    cos, sin = (x.repeat_interleave(2, -1)[..., ::2] for x in rotary_cos_sin(at, width))
     wide = rows.detach().double().requires_grad_()
     exact = split_rotary(wide, widths, cos.double(), sin.double(), interleaved)
     mine = small_triton.split_rotary(rows.clone(), widths, cos, sin, interleaved)
-    dy = [torch.randn_like(x) for x in mine]
+    dy = [random(*x.shape).detach() for x in mine]
     got = torch.autograd.grad(mine, rows, dy)[0]
     wanted = torch.autograd.grad(exact, wide, [d.double() for d in dy])[0]
     for a, b in zip([*mine, got], [*exact, wanted], strict=True):
@@ -81,6 +83,8 @@ def test_whoever_watches_operators_sees_those_of_torch() -> None:
     seen: list[bool] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         seen.append(is_plain_call(x))
+        on_gpu = torch.empty(2, 20, device="cuda")
+    assert on_gpu.is_cuda and not on_triton(on_gpu)
     seen.append(is_plain_call(FakeTensorMode().from_tensor(x)))
     torch.func.vmap(lambda row: seen.append(is_plain_call(row)) or row)(x)
     compiled = torch.compile(lambda y: y if is_plain_call(y) else 2 * y, backend="eager")
@@ -99,14 +103,15 @@ def test_turning_in_place_is_told_to_autograd() -> None:
 
 
 def test_gradient_over_the_logits() -> None:
-    """The memory of the logits takes their gradient."""
-    logits, labels = random(4, 50).detach(), torch.arange(4, device=DEVICE)
+    """The memory of the logits takes their gradient, and autograd is told."""
+    logits, labels = random(4, 50).detach().contiguous(), torch.arange(4, device=DEVICE)
     maximum, total, _ = small_triton.cross_entropy_partials(logits, labels, 0, 50)
     arguments = (labels, maximum, total, torch.ones(4, device=DEVICE))
     apart = torch.empty_like(logits)
     small_triton.cross_entropy_grad(logits, *arguments, apart, 0, 50)
+    before = logits._version
     small_triton.cross_entropy_grad(logits, *arguments, logits, 0, 50)
-    assert torch.equal(logits, apart)
+    assert torch.equal(logits, apart) and logits._version > before
 
 
 @pytest.mark.parametrize("added", [True, False])
@@ -121,11 +126,12 @@ def test_rms_norm_with_the_residual_sum(added: bool, weighted: bool) -> None:
     wide = [None if t is None else rest.pop(0) for t in (x, y, weight)]
     mine = norm_triton.add_rms_norm(x, y, weight, 1e-5)
     exact = add_rms_norm(*wide, 1e-5)  # type: ignore[arg-type]
-    for used in ([0, 1], [1]):
-        dy = [torch.randn(2, 3, 1100, device=DEVICE) for _ in used]
-        got = torch.autograd.grad([mine[i] for i in used], given, dy, retain_graph=True)
-        wanted = torch.autograd.grad(
-            [exact[i] for i in used], exact_given, [d.double() for d in dy], retain_graph=True
+    for used in ([0, 1], [1], [0]):
+        dy = [random(2, 3, 1100).detach() for _ in used]
+        wide_dy, n = [d.double() for d in dy], 1 + added if used == [0] else len(given)
+        got, wanted = (
+            torch.autograd.grad([out[i] for i in used], leaves[:n], d, retain_graph=True)
+            for out, leaves, d in ((mine, given, dy), (exact, exact_given, wide_dy))
         )
         for a, b in zip([*mine, *got], [*exact, *wanted], strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
