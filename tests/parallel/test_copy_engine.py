@@ -95,6 +95,7 @@ def test_parts_are_everything_once(no_gpu, ranks, batch):
             assert len(message.parts) <= 1 + 2 * PIECES
             x.zero_()
             for part in message.parts:
+                assert x[part].numel()
                 x[part] += 1
             assert x.eq(1).all()
 
