@@ -236,13 +236,18 @@ class Workers:
         }
 
 
+def launcher_variables(rank: int, gpus: int, first_gpu: int) -> dict[str, str]:
+    """What torchrun would tell a rank of a row, were the rows before it on this host its own."""
+    local, of = first_gpu + rank, first_gpu + gpus
+    places = {"RANK": rank, "WORLD_SIZE": gpus, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": of}
+    return {name: str(place) for name, place in places.items()}
+
+
 def work(
     rank: int, row: Row, first_gpu: int, flags: list[str], port: int, go: Any, out: Any
 ) -> None:
-    local = first_gpu + rank
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(row.gpus))
+    os.environ.update(launcher_variables(rank, row.gpus, first_gpu))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
     os.environ.update(pair.split("=") for pair in row.environment.split())
     torch.set_num_threads(1)
     go.wait()

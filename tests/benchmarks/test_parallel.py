@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parallel import ROWS, covered, flags_of, given_rows, kind_of, together
+from benchmarks.parallel import (
+    ROWS,
+    covered,
+    flags_of,
+    given_rows,
+    kind_of,
+    launcher_variables,
+    together,
+)
 from megadiff.config import load_config, validate
+from megadiff.training.setup import world_size
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +52,14 @@ def test_rows_of_one_gpu_run_together_and_are_the_baseline_of_what_follows():
     assert [row.baseline for row in rows] == [None, None, None, "c", None]
     rounds = [[(row.name, gpu) for row, gpu in together_now] for together_now in together(rows, 2)]
     assert rounds == [[("a", 0), ("b", 1)], [("c", 0)], [("d", 0)], [("e", 0)]]
+
+
+@pytest.mark.parametrize(("rank", "gpus", "first_gpu"), [(7, 8, 0), (0, 1, 5)])
+def test_ranks_of_a_row_are_told_places_that_a_run_accepts(monkeypatch, rank, gpus, first_gpu):
+    """The last of eight, and a row of one GPU beside five others."""
+    for name, value in launcher_variables(rank, gpus, first_gpu).items():
+        monkeypatch.setenv(name, value)
+    assert world_size() == gpus
 
 
 def test_known_rows_are_valid():
