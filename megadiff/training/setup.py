@@ -136,10 +136,18 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     workers that are gone; new ones would wait for those for ever. On one machine the number of the
     restart tells them apart. Machines count restarts differently; launch/environment.sh has the
     setting that gives every restart a store of its own.
+
+    Raises ConfigError when the launcher did not say where.
     """
     if "RANK" not in os.environ:  # a single process that no launcher started
         return dist.HashStore(), 0, 1
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    except ValueError as error:
+        raise ConfigError(
+            f"ranks meet at MASTER_ADDR and MASTER_PORT, which a launcher such as torchrun sets: "
+            f"{error}"
+        ) from None
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return store, rank, size

@@ -84,6 +84,20 @@ def test_ranks_that_see_several_gpus_are_told_whose_is_which(monkeypatch):
     assert pick_device(config) == torch.device("cuda", 1)
 
 
+@pytest.mark.parametrize(
+    ("address", "port", "told"),
+    [(None, "1", "MASTER_ADDR exp"), ("localhost", "x", "literal.*'x'")],
+)
+def test_ranks_are_told_where_to_meet(monkeypatch, address, port, told):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port, "MASTER_ADDR": address}
+    for name, value in places.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"ranks meet at MASTER_ADDR and MASTER_PORT.*{told}"):
+        start(Config(training=TrainingConfig(device="cpu")))
+
+
 def test_nccl_needs_gpus():
     config = Config(parallel=ParallelConfig(distributed_backend="nccl"))
     config.training.device = "cpu"
