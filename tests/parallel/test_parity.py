@@ -25,9 +25,12 @@ from tests.parallel.parity import (
 
 TOLERANCE = 1e-9  # float64; only the order of sums differs
 
+GPT2 = 50257  # the vocabulary, which nothing divides
 FURTHER = [
-    Cell("diff_v2", tensor=2, sequence=True, data=2, vocab=50257),
-    Cell("diff_v1", "layer", groups=1, tensor=2, pipeline="2x2", packed=True, micro_batches=4),
+    Cell("diff_v2", tensor=2, sequence=True, data=2, vocab=GPT2),
+    Cell("diff_v1", "layer", groups=1, tensor=2, pipeline="2x2", packed=True, vocab=GPT2),
+    Cell("diff_v2", tied=False, tensor=2, context=2, packed=True, micro_batches=2, vocab=GPT2),
+    Cell("standard", groups=2, pipeline="2", data=2, sharded=True, vocab=GPT2),
     Cell("diff_v2", groups=2, tensor=2, sequence=True, context=2, packed=True, micro_batches=2),
     Cell("DDG1", tensor=2, sequence=True, pipeline="2balanced", packed=True, recompute="uniform1"),
     Cell("D2G*", groups=2, tensor=2, sequence=True, context=2, packed=True, micro_batches=2),
