@@ -7,12 +7,14 @@ processes are in slow cells. Further cells stand where one case matters alone.
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 from tests.distributed import run_distributed
 from tests.parallel.parity import (
+    VALUES,
     Cell,
     Outcome,
     differences,
@@ -68,6 +70,18 @@ def test_every_possible_pair_is_in_some_cell(capsys):
     assert possible_pairs()[0] <= set().union(*map(pairs_of, matrix()))
     slow = set().union(*map(pairs_of, matrix(8, beyond=4)))
     assert possible_pairs(8)[0] - possible_pairs()[0] <= slow
+
+
+def test_no_other_pair_is_excluded():
+    """A split that is refused by mistake would take its cells away, and no test would fail."""
+    too_few = {
+        (("pipeline", pipeline), ("micro_batches", n))
+        for pipeline, n in product(VALUES["pipeline"], VALUES["micro_batches"])
+        if n < int(pipeline[0]) and pipeline != "2gpipe"
+    }
+    sixteen_processes = {(("tensor", 4), ("pipeline", p)) for p in ("4", "4x2")}
+    nothing = {(("tensor", 1), ("sequence", True))}
+    assert set(possible_pairs(8)[1]) == nothing | sixteen_processes | too_few
 
 
 def test_what_is_not_a_number_differs():
