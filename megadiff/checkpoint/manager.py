@@ -21,7 +21,7 @@ from megadiff.checkpoint.state import Tensors
 from megadiff.checkpoint.storage import save
 
 logger = logging.getLogger(__name__)
-_PATIENCE = timedelta(hours=1)  # of a rank that waits for a slower one's writing
+PATIENCE = timedelta(hours=1)  # of a rank that waits for a slower one's writing
 
 
 class CheckpointManager:
@@ -49,13 +49,14 @@ class CheckpointManager:
         proven: int | None = None,
         second: str | Path | None = None,
         local: bool = False,
+        patience: timedelta = PATIENCE,
     ):
         self.root = Path(root)
         self.second = None if second is None else Path(second)
         self._keep_last, self._keep_every, self._proven = keep_last, keep_every, proven
         group: Any = None
         if dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            group = dist.new_group(backend="gloo", timeout=patience)
         self._ranks = Ranks(group)
         self._local = local
         if local and self.second is not None:

@@ -208,7 +208,8 @@ class ParallelConfig:
         None, "nccl on GPUs and gloo on CPUs by default"
     )
     distributed_timeout_minutes: float = _option(
-        10.0, "a collective that waits longer ends the run"
+        10.0,
+        "a collective that waits longer ends the run; a rank waits an hour at least for a save",
     )
 
 

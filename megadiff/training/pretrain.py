@@ -2,15 +2,16 @@
 
 import json
 from contextlib import ExitStack, closing
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from megadiff.checkpoint.manager import CheckpointManager
+from megadiff.checkpoint.manager import PATIENCE, CheckpointManager
 from megadiff.checkpoint.ranks import CheckpointError
 from megadiff.checkpoint.storage import read_metadata
-from megadiff.config import CheckpointConfig, Config, load_config, to_yaml, validate
+from megadiff.config import Config, load_config, to_yaml, validate
 from megadiff.data.cache import digest
 from megadiff.data.indexed_dataset import DataError
 from megadiff.models.flops import ModelSize, model_size, whole_model
@@ -63,7 +64,7 @@ def pretrain(config: Config) -> str:
         stack.callback(data.train.close)
         manager = None
         if config.checkpoint.save is not None:
-            manager = stack.enter_context(open_manager(config.checkpoint, saved))
+            manager = stack.enter_context(open_manager(config, saved))
         log = stack.enter_context(closing(RunLog(config, env.is_main)))
         log.line(to_yaml(config).rstrip())
         engine: Engine = (DeepSpeedEngine if t.deepspeed else NativeEngine)(config, env)
@@ -135,10 +136,9 @@ def need_the_same_data(data: RunData, env: Environment) -> None:
         )
 
 
-def open_manager(
-    settings: CheckpointConfig, saved: checkpointing.Saved | None
-) -> CheckpointManager:
+def open_manager(config: Config, saved: checkpointing.Saved | None) -> CheckpointManager:
     """The keeper of `--save`. Raises CheckpointError on all ranks when it cannot be written to."""
+    settings, timeout = config.checkpoint, config.parallel.distributed_timeout_minutes
     save, load = settings.save, settings.load
     assert save is not None
     same = load is not None and Path(load).resolve() == Path(save).resolve()
@@ -151,6 +151,7 @@ def open_manager(
         proven=saved.progress.iteration if saved is not None and follows else None,
         second=settings.non_persistent_global_ckpt_dir or settings.non_persistent_local_ckpt_dir,
         local=settings.non_persistent_local_ckpt_dir is not None,
+        patience=max(PATIENCE, timedelta(minutes=timeout)),
     )
 
 

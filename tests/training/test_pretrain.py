@@ -119,6 +119,18 @@ def test_a_run_resumes_on_another_split(data: str, alone: Path, tmp_path: Path) 
     assert "changed since: parallel.tensor_model_parallel_size 2 -> 1" in text
 
 
+def patience_of_a_save(folder: str, minutes: str) -> float:
+    argv = ["--save", folder, "--distributed-timeout-minutes", minutes]
+    with pretrain.open_manager(load_config(argv), None) as manager:
+        backend = manager._ranks.group._get_backend(torch.device("cpu"))  # type: ignore
+        return backend.options._timeout.total_seconds()
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [("5", 3600), ("90", 5400)])
+def test_ranks_wait_for_a_save_an_hour_and_longer_where_they_are_told(tmp_path, minutes, expected):
+    assert run_distributed(1, patience_of_a_save, str(tmp_path), minutes) == [expected]
+
+
 def test_the_schedule_at_resume_follows_megatrons_rules(data: str, tmp_path: Path) -> None:
     """Another rate is refused, or taken, or given up for that of the checkpoint."""
 
