@@ -142,7 +142,7 @@ failures() {
   done
 }
 
-[ $# -gt 0 ] || { sed -n '2,9p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,8p' "$0"; exit 2; }
 for section in "$@"; do
   echo "== $section: $GPUS x $DEVICE, $(date -u +%F)"
   case $section in

@@ -36,6 +36,7 @@ from benchmarks.step_budget import CLASSES
 from megadiff.config import load_config, validate
 from megadiff.data.loader import MicroBatch
 from megadiff.models.memory import estimate_memory
+from megadiff.parallel.failure import let_others_end
 from megadiff.training.engine import NativeEngine
 from megadiff.training.metrics import peak_memory
 from megadiff.training.setup import start
@@ -295,6 +296,7 @@ def train(row: Row, flags: list[str]) -> dict[str, Any]:
         begin = time.perf_counter()
         step()
         times.append(time.perf_counter() - begin)
+    let_others_end()  # a profile takes each rank its own time
     peak = peak_memory(env.device)
     estimates = [memory.total for memory in estimate_memory(config, row.gpus)]
     return {

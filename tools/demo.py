@@ -182,7 +182,7 @@ def pretrain(*words: object) -> None:
     """Two processes that train together."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     program = [*launcher, ROOT / "pretrain_diff.py", "--config", CONFIG, *words]
-    command(*program, hide=r"(\w+:|  .*)\n")  # the configuration is in config.yaml
+    command(*program, hide=r"(\w+:|  \S.*)\n")  # the configuration is in config.yaml
 
 
 def run_demo(out: Path, flags: list[str]) -> None:

@@ -116,7 +116,9 @@ def _candidates(
         if (root / layout.TRACKER).exists():
             raise CheckpointError(f"{layout.TRACKER} is there, but no checkpoint")
         if (root / layout.MANIFEST).exists():  # would start anew
-            raise CheckpointError("it is a checkpoint itself; give the folder above")
+            raise CheckpointError(
+                "it is a checkpoint; give the folder that holds it as iter_NNNNNNN"
+            )
         return [], None, ""
     try:
         meant = layout.read_tracker(root)

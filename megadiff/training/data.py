@@ -215,7 +215,10 @@ def _tell_other_tokenizers(d: DataConfig, datasets: list[Dataset]) -> None:
             note(f"{origin} is damaged and passed over")
             continue
         if other:
-            note(f"{prefix} was made with another tokenizer than this run's")
+            note(
+                f"warning: {prefix} was made with another tokenizer than this run's, or with other "
+                "files of the same"
+            )
 
 
 def parts(dataset: Dataset) -> list[PiecewiseDataset]:

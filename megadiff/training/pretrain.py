@@ -67,6 +67,8 @@ def pretrain(config: Config) -> str:
             manager = stack.enter_context(open_manager(config, saved))
         log = stack.enter_context(closing(RunLog(config, env.is_main)))
         log.line(to_yaml(config).rstrip())
+        if t.device is None and env.device.type == "cpu":
+            log.line(" torch finds no GPU here, so the CPU trains")
         engine: Engine = (DeepSpeedEngine if t.deepspeed else NativeEngine)(config, env)
         size = model_size(config.model, t.seq_length)
         progress = Progress()
