@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from megadiff.config import Config, load_config
+from megadiff.config import Config, ConfigError, load_config
 from megadiff.data.indexed_dataset import IndexedDataset
 from megadiff.parallel.mesh import Axis
 from megadiff.training.data import build_data, set_vocabulary
@@ -186,15 +186,15 @@ def pretrain(*words: object) -> None:
 
 
 def run_demo(out: Path, flags: list[str]) -> None:
+    config = load_config(["--config", str(CONFIG), *flags])
+    iterations = config.training.train_iters
+    assert iterations is not None
     started = time.monotonic()
     for part in ("text", "checkpoints", "tensorboard", "metrics.jsonl", "log.txt"):
         path = out / part
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     text = out / "text"
     text.mkdir(parents=True)
-    config = load_config(["--config", str(CONFIG), *flags])
-    iterations = config.training.train_iters
-    assert iterations is not None
 
     title(1, "Text: Python's language reference, library sources and documentation strings")
     counts = write_text(text)
@@ -299,7 +299,10 @@ def main(words: list[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo")
     arguments, flags = parser.parse_known_args(words)
-    run_demo(arguments.output.absolute(), flags)
+    try:
+        run_demo(arguments.output.absolute(), flags)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

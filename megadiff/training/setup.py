@@ -137,7 +137,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     restart tells them apart. Machines count restarts differently; launch/environment.sh has the
     setting that gives every restart a store of its own.
 
-    Raises ConfigError when the launcher did not say where.
+    Raises ConfigError when the launcher did not say where, or nobody is there.
     """
     if "RANK" not in os.environ:  # a single process that no launcher started
         return dist.HashStore(), 0, 1
@@ -148,6 +148,10 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
             f"ranks meet at MASTER_ADDR and MASTER_PORT, which a launcher such as torchrun sets: "
             f"{error}"
         ) from None
+    except dist.DistNetworkError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the ranks do not meet at {where}: {reason}") from None
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return store, rank, size

@@ -97,6 +97,13 @@ def test_both_models_are_scored_on_the_same_tokens(packing: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_mistyped_flag_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("an earlier demo")
+    with pytest.raises(SystemExit, match="error: unknown flag --token-mixr"):
+        demo.main(["--output", str(tmp_path), "--token-mixr", "diff_v1"])
+    assert (tmp_path / "log.txt").exists()
+
+
 def test_the_whole_demo(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(ROOT / "tools/demo.py"), "--output", str(tmp_path)],

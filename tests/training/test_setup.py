@@ -1,5 +1,7 @@
 """What a launcher's variables and a split's groups must be."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,6 +98,18 @@ def test_ranks_are_told_where_to_meet(monkeypatch, address, port, told):
             monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"ranks meet at MASTER_ADDR and MASTER_PORT.*{told}"):
         start(Config(training=TrainingConfig(device="cpu")))
+
+
+def test_a_place_that_is_taken_is_told(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        places = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
+        for name, value in places.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"do not meet at localhost:{port}: .*in use"):
+            start(Config(training=TrainingConfig(device="cpu")))
 
 
 def test_nccl_needs_gpus():
