@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 $(VENV)/.stamp: pyproject.toml
 	$(PY) -m venv $(VENV)
-	@echo "installing torch and the rest, about 1.6 GB; this takes some minutes"
+	@echo "installing torch and the rest, about 3 GB, more with CUDA's torch; this takes some minutes"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -335,6 +336,8 @@ def main(words: list[str] | None = None) -> int:
     del arguments["command"]
     try:
         return run(**arguments) or 0
+    except BrokenPipeError:  # into head, for example
+        return 128 + signal.SIGPIPE
     except (*USER_ERRORS, OSError) as error:
         wait_for_first_rank()
         reason = describe(error) if isinstance(error, OSError) else error

@@ -40,6 +40,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier tokenizer")
     return parser.parse_args(words)
 
 
@@ -80,6 +81,9 @@ def train(arguments: argparse.Namespace) -> int:
 
     if not Path(arguments.output_prefix).parent.is_dir():
         raise DataError(f"--output-prefix {arguments.output_prefix}: its folder does not exist")
+    earlier = Path(arguments.output_prefix + ".model")
+    if earlier.exists() and not arguments.overwrite:
+        raise DataError(f"{earlier} exists; give --overwrite to replace it")
     texts = sample_texts(
         read_texts(arguments.input, arguments.json_key), arguments.sample_bytes, arguments.seed
     )

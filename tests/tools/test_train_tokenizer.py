@@ -33,6 +33,20 @@ def test_trains_from_json_lines(model_type: str, tmp_path: Path) -> None:
     ]
 
 
+def test_an_earlier_tokenizer_is_replaced_when_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Data may have been made with it."""
+    source, model = write_corpus(tmp_path / "a.jsonl"), tmp_path / "t.model"
+    model.write_bytes(b"earlier")
+    words = f"--input {source} --output-prefix {tmp_path / 't'} --vocab-size 320".split()
+    assert main(words) == 1
+    assert "t.model exists; give --overwrite to replace it" in capsys.readouterr().err
+    assert model.read_bytes() == b"earlier"
+    assert main([*words, "--overwrite"]) == 0
+    assert model.stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
