@@ -85,7 +85,7 @@ def test_a_tracker_without_checkpoints_is_no_new_start(tmp_path):
 
 def test_a_checkpoint_in_place_of_its_folder_is_no_new_start(tmp_path):
     save_steps(tmp_path, 10)
-    with pytest.raises(CheckpointError, match="itself; give the folder above"):
+    with pytest.raises(CheckpointError, match="give the folder that holds it as iter_"):
         find_checkpoint(checkpoint_path(tmp_path, 10))
 
 
