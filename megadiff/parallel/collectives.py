@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from megadiff.parallel import copy_engine
-from megadiff.parallel.copy_engine import Part, cut
+from megadiff.parallel.copy_engine import PIECES, Part, cut
 from megadiff.parallel.mesh import Axis
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
@@ -50,7 +50,7 @@ class PendingGather:
 
     def __init__(self, x: Tensor, axis: Axis, whole: bool) -> None:
         assert axis.group is not None
-        self.parts = _parts(len(x), 1 if whole else 2)
+        self.parts = _parts(len(x), 1 if whole else PIECES)
         self._x = x.contiguous()
         self._whole = x.new_empty((x.shape[0], axis.size * x.shape[1], *x.shape[2:]))
         self._running = [
@@ -96,7 +96,7 @@ class PendingReduceScatter:
     def __init__(self, shape: Sequence[int], like: Tensor, axis: Axis) -> None:
         assert axis.group is not None
         self._group = axis.group
-        self.parts = _parts(shape[0], 2)
+        self.parts = _parts(shape[0], PIECES)
         self._out = like.new_empty((shape[0], shape[1] // axis.size, *shape[2:]))
         self._running: list[tuple[Tensor, Any]] = []
 
